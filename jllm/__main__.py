@@ -1,0 +1,5 @@
+"""``python -m jllm``."""
+
+from jllm.cli import main
+
+main()

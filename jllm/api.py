@@ -1,0 +1,173 @@
+"""The functions most people call: ``generate``, ``chat`` and ``stream``.
+
+They keep the engine they built for the next call. It is keyed by what its programs and memory
+depend on (the model's config, dtype and tokenizer, and the engine's config), not by the weights:
+a call with new weights of the same shapes, as in a training loop, compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from jllm.config import EngineConfig
+from jllm.engine.engine import Engine, Prompt
+from jllm.outputs import RequestOutput
+from jllm.params import Params
+from jllm.sampling_params import SamplingParams
+
+Message = Mapping[str, Any]
+
+_kept: dict[Any, Engine] = {}
+
+
+def generate(
+    params: Params,
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    config: EngineConfig | None = None,
+    use_tqdm: bool = True,
+) -> list[RequestOutput]:
+    """Completes prompts, all at once.
+
+        jllm.generate(params, "Once upon a time")
+        jllm.generate(params, [[1, 15043], "text too"], jllm.SamplingParams(temperature=0))
+
+    Args:
+      params: the model.
+      prompts: a text, a list of token ids, or a list of either.
+      sampling_params: for all prompts, or a list with one for each; ``SamplingParams()`` if None.
+      config: how the engine batches; a different one builds a new engine.
+      use_tqdm: show a progress bar on stderr.
+
+    Returns:
+      One RequestOutput per prompt, in the order of the prompts.
+
+    Raises:
+      ValueError: some prompt or option could never run; nothing has been run then.
+    """
+    prompts = _list_of_prompts(prompts)
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        options = [sampling_params or SamplingParams()] * len(prompts)
+    else:
+        options = list(sampling_params)
+    if len(options) != len(prompts):
+        raise ValueError(f"There are {len(prompts)} prompts but {len(options)} sampling_params.")
+    with _engine(params, config) as engine:
+        ids = [
+            engine.add_request(prompt, option, stream=False)
+            for prompt, option in zip(prompts, options, strict=True)
+        ]
+        outputs: dict[str, RequestOutput] = {}
+        with tqdm(total=len(ids), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            tokens = 0
+            while engine.has_unfinished():
+                for output in engine.step():
+                    outputs[output.request_id] = output
+                    tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    bar.update()
+                if bar.format_dict["elapsed"]:
+                    rate = tokens / bar.format_dict["elapsed"]
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+    return [outputs[request_id] for request_id in ids]
+
+
+def chat(
+    params: Params,
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    config: EngineConfig | None = None,
+    use_tqdm: bool = True,
+    **template_options: Any,
+) -> list[RequestOutput]:
+    """Answers a conversation, or several, through the model's chat template.
+
+        jllm.chat(params, [{"role": "user", "content": "Why is the sky blue?"}])
+
+    Args:
+      messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
+      template_options: passed to the template: ``add_generation_prompt``, ``tools``, ...
+      sampling_params, config, use_tqdm: as for ``generate``.
+
+    Raises:
+      ValueError: the model has no chat template, or the template refuses the messages.
+    """
+    several = bool(messages) and not isinstance(messages[0], Mapping)
+    conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
+    prompts = [chat_prompt(params, one, **template_options) for one in conversations]
+    return generate(params, prompts, sampling_params, config=config, use_tqdm=use_tqdm)
+
+
+def stream(
+    params: Params,
+    prompt: Prompt,
+    sampling_params: SamplingParams | None = None,
+    *,
+    config: EngineConfig | None = None,
+) -> Iterator[RequestOutput]:
+    """Completes one prompt and yields what is new as it comes: text and ids are deltas.
+
+        for output in jllm.stream(params, "Once upon a time"):
+            print(output.outputs[0].text, end="", flush=True)
+
+    Arguments and errors are those of ``generate``; nothing runs before the first is asked for.
+    """
+    with _engine(params, config) as engine:
+        request_id = engine.add_request(prompt, sampling_params)
+        try:
+            while engine.has_unfinished():
+                yield from engine.step()
+        except GeneratorExit:  # the caller has seen enough
+            engine.abort(request_id)
+            while engine.has_unfinished():
+                engine.step()
+
+
+def release() -> None:
+    """Frees the engine that ``generate`` keeps, and its KV cache."""
+    while _kept:
+        _kept.popitem()[1].close()
+
+
+def chat_prompt(params: Params, messages: Sequence[Message], **template_options: Any) -> list[int]:
+    """The token ids of a conversation."""
+    if params.tokenizer is None:
+        raise ValueError("The model has no tokenizer, so it cannot chat.")
+    return params.tokenizer.apply_chat_template(messages, **template_options)
+
+
+def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = cast(Sequence[Any], prompts)
+    if len(prompts) > 0 and all(not isinstance(item, str | Sequence) for item in prompts):
+        return [cast(Prompt, prompts)]  # ids of one prompt
+    return cast(list[Prompt], list(prompts))
+
+
+@contextmanager
+def _engine(params: Params, config: EngineConfig | None) -> Iterator[Engine]:
+    """Lends an idle engine for these params and keeps it afterwards; at most one is kept.
+
+    It is taken out while lent, so a ``generate`` inside a ``stream`` gets one of its own.
+    """
+    config = config or EngineConfig()
+    key = (params.config, str(params.dtype), params.tokenizer, config)
+    engine = _kept.pop(key, None)
+    if engine is None:
+        release()
+        engine = Engine(params, config)
+    else:
+        engine.update_params(params)
+    try:
+        yield engine
+    except BaseException:
+        engine.close()  # whatever it was doing; a broken engine is not kept
+        raise
+    release()
+    _kept[key] = engine

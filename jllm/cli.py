@@ -1,0 +1,118 @@
+"""The command line: ``python -m jllm generate | chat``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jllm
+from jllm.api import chat_prompt
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command; a user's mistake ends it with one sentence and exit code 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"jllm: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jllm", description="An LLM inference engine in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    generate = commands.add_parser("generate", help="complete a prompt and print it as it comes")
+    generate.add_argument("--prompt", required=True, help="text to go on from")
+    generate.add_argument("--chat", action="store_true", help="treat the prompt as a chat message")
+    _add_model_options(generate, max_tokens=128)
+    generate.set_defaults(run=_generate)
+    chat = commands.add_parser("chat", help="talk with a model; an empty line ends it")
+    chat.add_argument("--system", help="a system message to begin with")
+    _add_model_options(chat, max_tokens=512)
+    chat.set_defaults(run=_chat)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    defaults = jllm.SamplingParams()
+    parser.add_argument(
+        "--model", required=True, help="a folder, a .gguf file, a hub name, or a packaged model"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None)
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--top-k", type=int, default=defaults.top_k)
+    parser.add_argument("--top-p", type=float, default=defaults.top_p)
+    parser.add_argument("--min-p", type=float, default=defaults.min_p)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--stop", action="append", default=[], help="may be given several times")
+    parser.add_argument("--ignore-eos", action="store_true")
+
+
+def _sampling_params(options: argparse.Namespace) -> jllm.SamplingParams:
+    return jllm.SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
+    )
+
+
+def _generate(options: argparse.Namespace) -> None:
+    sampling_params = _sampling_params(options)
+    params = jllm.load(options.model, dtype=options.dtype)
+    prompt: str | list[int] = options.prompt
+    if options.chat:
+        prompt = chat_prompt(params, [{"role": "user", "content": options.prompt}])
+    for text in _printed(params, prompt, sampling_params):
+        print(text, end="", flush=True)
+    print()
+
+
+def _chat(options: argparse.Namespace) -> None:
+    sampling_params = _sampling_params(options)
+    params = jllm.load(options.model, dtype=options.dtype)
+    messages = []
+    if options.system:
+        messages.append({"role": "system", "content": options.system})
+    chat_prompt(params, [*messages, {"role": "user", "content": "Hello"}])  # refuse before asking
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            break
+        if not line.strip():
+            break
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for text in _printed(params, chat_prompt(params, messages), sampling_params):
+            answer += text
+            print(text, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _printed(
+    params: jllm.Params, prompt: str | list[int], sampling_params: jllm.SamplingParams
+) -> Iterator[str]:
+    """Yields the text as it comes, then reports the speed on stderr. The first token's time is
+    told apart: it holds loading of the programs and the prompt's prefill."""
+    start, first, count = time.perf_counter(), 0.0, 0
+    for output in jllm.stream(params, prompt, sampling_params):
+        for part in output.outputs:
+            count += len(part.token_ids)
+            first = first or time.perf_counter()
+            yield part.text
+    end = time.perf_counter()
+    speed = f", then {(count - 1) / (end - first):.1f} tokens/s" if count > 1 else ""
+    report = f"[{count} tokens; the first after {first - start:.2f} s{speed}]"
+    print(f"\n{report}", end="", file=sys.stderr, flush=True)

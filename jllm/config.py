@@ -1,0 +1,295 @@
+"""What a model is and how an engine runs it: frozen, validated dataclasses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["EngineConfig", "ModelConfig", "RopeScaling"]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _positive_int(owner: str, **fields: int) -> None:
+    for name, value in fields.items():
+        _require(
+            isinstance(value, int) and not isinstance(value, bool) and value > 0,
+            f"{owner}.{name} must be a positive integer, not {value!r}.",
+        )
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    The fields are those of Hugging Face's ``rope_parameters``; a kind reads only its own:
+    ``linear`` reads ``factor``; ``llama3`` also the two ``*_freq_factor`` and the original
+    context (Llama 3.1 report, section 3.2); ``yarn`` the ``beta_*``, ``mscale*``,
+    ``attention_factor`` and ``truncate`` (arXiv 2309.00071).
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ROPE_TYPES[1:],
+            f"Unknown rope scaling type {self.kind!r}; known types are {', '.join(ROPE_TYPES)}.",
+        )
+        _require(
+            math.isfinite(self.factor) and self.factor >= 1,
+            f"RopeScaling.factor must be at least 1, not {self.factor!r}.",
+        )
+        _positive_int("RopeScaling", original_max_position=self.original_max_position)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama kind: sizes and the flags that tell families apart.
+
+    Attributes:
+      vocab_size: V, rows of the embedding.
+      hidden_size: E, width of the residual stream.
+      intermediate_size: F, width of the gated MLP.
+      num_layers: transformer blocks.
+      num_heads: H, query heads.
+      num_kv_heads: K, key/value heads; divides H.
+      head_dim: D; any even number, not necessarily E / H.
+      max_position_embeddings: longest context the model was made for, in tokens.
+      qkv_bias, o_bias, mlp_bias: whether those projections carry biases.
+      qk_norm: RMSNorm on every query and key head, before the rotation (Qwen3).
+      tie_embeddings: the LM head is the embedding, transposed.
+      sliding_window: tokens a query sees, itself included; None means all.
+      sliding_layers: which layers use the window; empty means every layer.
+      eos_token_ids: ids that end a generation: config, generation_config and tokenizer together.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    family: str = "llama"
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _positive_int(
+            "ModelConfig",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+        )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads ({self.num_heads}) must be a multiple of "
+            f"num_kv_heads ({self.num_kv_heads}).",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}.")
+        _require(
+            self.sliding_window is None or self.sliding_window > 0,
+            f"sliding_window must be positive or None, not {self.sliding_window!r}.",
+        )
+        _require(
+            len(self.sliding_layers) in (0, self.num_layers),
+            f"sliding_layers has {len(self.sliding_layers)} entries for {self.num_layers} layers.",
+        )
+
+    @property
+    def group_size(self) -> int:
+        """G = H / K: query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer, or None where it sees the whole context."""
+        if self.sliding_layers and not self.sliding_layers[layer]:
+            return None
+        return self.sliding_window
+
+    @classmethod
+    def from_hf(cls, config: str | os.PathLike[str] | dict[str, Any]) -> ModelConfig:
+        """Reads a Hugging Face ``config.json`` (a path, its folder, or the parsed dict)."""
+        from jllm.models.families import config_from_hf
+
+        if isinstance(config, dict):
+            return config_from_hf(config)
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no model config at {path}.")
+        try:
+            parsed = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}.") from error
+        return config_from_hf(parsed)
+
+    @classmethod
+    def preset(cls, name: str) -> ModelConfig:
+        """The shape of a well-known model by name, for random weights; see ``PRESETS``."""
+        if name not in PRESETS:
+            raise ValueError(f"Unknown preset {name!r}; presets are {', '.join(PRESETS)}.")
+        return PRESETS[name]
+
+
+_LLAMA3 = dict(
+    vocab_size=128_256,
+    rope_theta=500_000.0,
+    max_position_embeddings=131_072,
+    bos_token_id=128_000,
+    eos_token_ids=(128_001, 128_008, 128_009),
+)
+_QWEN3 = dict(
+    family="qwen3",
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    bos_token_id=151_643,
+    eos_token_ids=(151_643, 151_645),
+)
+
+
+def _sizes(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, int]:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _llama3_scaling(factor: float) -> RopeScaling:
+    return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def _presets() -> dict[str, ModelConfig]:
+    make: Any = ModelConfig  # the dicts below are checked by ModelConfig itself
+    return {
+        "tiny": make(
+            **_sizes(64, 128, 2, 4, 2, 16),
+            vocab_size=512,
+            max_position_embeddings=2048,
+            tie_embeddings=True,
+            eos_token_ids=(2,),
+        ),
+        "smollm2-135m": make(
+            **_sizes(576, 1536, 30, 9, 3, 64),
+            vocab_size=49_152,
+            max_position_embeddings=8192,
+            rope_theta=100_000.0,
+            tie_embeddings=True,
+            bos_token_id=1,
+            eos_token_ids=(2,),
+        ),
+        "qwen3-0.6b": make(**_sizes(1024, 3072, 28, 16, 8, 128), **_QWEN3, tie_embeddings=True),
+        "qwen3-8b": make(**_sizes(4096, 12_288, 36, 32, 8, 128), **_QWEN3),
+        "llama-3.2-1b": make(
+            **_sizes(2048, 8192, 16, 32, 8, 64),
+            **_LLAMA3,
+            rope_scaling=_llama3_scaling(32.0),
+            tie_embeddings=True,
+        ),
+        "llama-3.1-8b": make(
+            **_sizes(4096, 14_336, 32, 32, 8, 128), **_LLAMA3, rope_scaling=_llama3_scaling(8.0)
+        ),
+        "llama-3.1-70b": make(
+            **_sizes(8192, 28_672, 80, 64, 8, 128), **_LLAMA3, rope_scaling=_llama3_scaling(8.0)
+        ),
+    }
+
+
+PRESETS = _presets()
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine batches and how much memory it uses. ``None`` means: chosen at start.
+
+    Attributes:
+      max_num_seqs: requests that run at once (32 on a CPU, 256 on a GPU).
+      max_num_batched_tokens: tokens one step may process, decode rows and prefill chunks
+        together (512 on a CPU, 8192 on a GPU). Longer prompts are prefilled in chunks.
+      max_model_len: longest prompt plus output, in tokens (the model's own limit, capped by
+        what the KV pool can hold for one request).
+      block_size: tokens in one KV block.
+      num_kv_blocks: KV blocks in the pool, the scratch block not counted (on a GPU: what fits
+        in ``gpu_memory_utilization`` of the memory; on a CPU: 1 GiB, or less if less can be used).
+      gpu_memory_utilization: share of the GPU's memory for weights, cache and temporaries.
+      decode_buckets: row counts that decode steps are padded to, ascending.
+      prefill_buckets: token counts that prefill chunks are padded to, ascending.
+      max_prefill_seqs: prompts that may be prefilled in one step.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    decode_buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] | None = None
+    max_prefill_seqs: int | None = None
+
+    def __post_init__(self) -> None:
+        optional = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kv_blocks")
+        for name in (*optional, "max_prefill_seqs"):
+            if getattr(self, name) is not None:
+                _positive_int("EngineConfig", **{name: getattr(self, name)})
+        _positive_int("EngineConfig", block_size=self.block_size)
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            "EngineConfig.gpu_memory_utilization must be in (0, 1], "
+            f"not {self.gpu_memory_utilization!r}.",
+        )
+        for name in ("decode_buckets", "prefill_buckets"):
+            buckets = getattr(self, name)
+            if buckets is not None:
+                _require(
+                    len(buckets) > 0 and list(buckets) == sorted(set(buckets)) and buckets[0] > 0,
+                    f"EngineConfig.{name} must be ascending positive integers, not {buckets!r}.",
+                )
+
+    def with_limits(self, **changes: Any) -> EngineConfig:
+        """A copy with some fields replaced, validated again."""
+        return replace(self, **changes)

@@ -1,0 +1,137 @@
+"""A step's plan: what the host tells the device, packed into one int32 array.
+
+One array because each transfer has a fixed cost (a small ``device_put`` takes 45 us on the host,
+an array passed to a jitted call 3 us). Fields lie one after another; both sides derive the
+offsets from the same static spec.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jllm.config import EngineConfig
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The static sizes of a step; each distinct spec is one compiled program.
+
+    Attributes:
+      num_decode: decode rows, padding included.
+      num_prefill: prefill tokens, padding included.
+      prefill_rows: rows of prefill chunks, padding included; 0 when num_prefill is.
+      table_width: P, blocks in a block table.
+    """
+
+    num_decode: int
+    num_prefill: int
+    prefill_rows: int
+    table_width: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decode + self.prefill_rows
+
+
+class Field(NamedTuple):
+    """One field of a packed plan. float32 and uint32 travel as the bits of an int32."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "int32"
+
+
+def forward_fields(spec: StepSpec) -> tuple[Field, ...]:
+    """The plan of the model's forward pass, see ``models.attention.Rows``. ``slots`` are rows of
+    the device's token table."""
+    return (
+        Field("prefill_tokens", (spec.num_prefill,)),
+        Field("query_start", (spec.prefill_rows + 1,)),
+        Field("context_lens", (spec.num_rows,)),
+        Field("slots", (spec.num_rows,)),
+        Field("block_tables", (spec.num_rows, spec.table_width)),
+    )
+
+
+def sample_fields(num_rows: int) -> tuple[Field, ...]:
+    """The plan of sampling, see ``models.sampler.SamplingRows``. Rows that are not sampled
+    (padding, prompts not yet complete) have the scratch row as their ``slots``."""
+    return (
+        Field("slots", (num_rows,)),
+        Field("positions", (num_rows,)),
+        Field("temperature", (num_rows,), "float32"),
+        Field("top_k", (num_rows,)),
+        Field("top_p", (num_rows,), "float32"),
+        Field("min_p", (num_rows,), "float32"),
+        Field("seeds", (num_rows, 2), "uint32"),
+        Field("samples", (num_rows,)),
+    )
+
+
+def pack(fields: tuple[Field, ...]) -> tuple[Int32s, dict[str, NDArray[Any]]]:
+    """An empty plan and, per field, a view into it to be filled in."""
+    plan = np.zeros(sum(math.prod(field.shape) for field in fields), np.int32)
+    views, offset = {}, 0
+    for field in fields:
+        size = math.prod(field.shape)
+        views[field.name] = plan[offset : offset + size].view(field.dtype).reshape(field.shape)
+        offset += size
+    return plan, views
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes that steps are padded to, so that few programs serve every batch.
+
+    A step without prefill takes the smallest of ``decode`` that holds its rows. One with prefill
+    takes the smallest of ``prefill`` for its tokens, and every other decode bucket: padding is
+    cheap beside a chunk, and programs are the product of both.
+    """
+
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    prefill_rows: int
+    table_width: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Buckets:
+        """The buckets of a config whose fields are all resolved."""
+        assert config.decode_buckets and config.prefill_buckets and config.max_prefill_seqs
+        assert config.max_model_len
+        return cls(
+            decode=config.decode_buckets,
+            prefill=config.prefill_buckets,
+            prefill_rows=config.max_prefill_seqs,
+            table_width=-(-config.max_model_len // config.block_size),
+        )
+
+    @property
+    def mixed_decode(self) -> tuple[int, ...]:
+        return (0, *sorted(self.decode[::-2]))
+
+    def spec(self, num_decode: int, num_prefill: int) -> StepSpec:
+        """The spec of a step with so many decode rows and prefill tokens."""
+        if num_prefill == 0:
+            return StepSpec(_fit(self.decode, num_decode), 0, 0, self.table_width)
+        return StepSpec(
+            _fit(self.mixed_decode, num_decode),
+            _fit(self.prefill, num_prefill),
+            self.prefill_rows,
+            self.table_width,
+        )
+
+    def all_specs(self) -> list[StepSpec]:
+        """Every spec that ``spec`` can return, largest last."""
+        decode = [self.spec(n, 0) for n in self.decode]
+        return decode + [self.spec(n, t) for t in self.prefill for n in self.mixed_decode]
+
+
+def _fit(sizes: tuple[int, ...], count: int) -> int:
+    return next(size for size in sizes if size >= count)

@@ -1,0 +1,103 @@
+"""One sequence being generated, on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jllm.outputs import FinishReason
+from jllm.sampling_params import SamplingParams
+
+
+NO_SLOT = -1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and one of its samples, described by three lengths:
+
+        0 ........ computed ........ num_tokens ........ max_tokens
+        KV written or being written | known or on its way | may yet come
+
+    ``num_tokens`` counts ``pending`` tokens too: sampled by a step in flight, on the device
+    already, not on the host yet.
+
+    Attributes:
+      id: unique in the engine; the samples of one prompt have ids of their own.
+      arrival: order of arrival, the tie-break of every policy.
+      tokens: prompt, then output as far as the host knows it; (max_tokens,) allocated once.
+      num_prompt: length of the prompt.
+      max_tokens: length at which the request ends.
+      sample: which of the prompt's n samples this is.
+      seed: 64-bit seed of its random draws.
+      num_known: tokens that the host knows.
+      pending: tokens that the device has sampled, or is sampling, and the host does not know.
+      computed: leading tokens whose KV is in the cache, steps in flight included.
+      resident: tokens from here on were sampled since the request was last admitted, so the
+        device has them even while they are pending.
+      slot: row of the device's and the host's per-request tables, while running; else NO_SLOT.
+      blocks: KV blocks in order of position, while running.
+      in_flight: dispatched steps that hold a row of this request.
+      finish_reason, stop_reason: why it ended; set once, blocks are freed when in_flight is 0.
+    """
+
+    id: str
+    arrival: int
+    tokens: NDArray[np.int32]
+    num_prompt: int
+    params: SamplingParams
+    sample: int = 0
+    seed: int = 0
+    num_known: int = 0
+    pending: int = 0
+    computed: int = 0
+    resident: int = 0
+    slot: int = NO_SLOT
+    blocks: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    in_flight: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.num_known = self.num_known or self.num_prompt
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_known + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that could be run now; 0 once the last token that may come is on its way."""
+        return 0 if self.num_tokens >= self.max_tokens else self.num_tokens - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """The next token to run was sampled on the device, so it is not sent from here."""
+        return self.computed >= self.resident
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token: int) -> None:
+        """A token sampled on the device has arrived."""
+        assert self.pending > 0
+        self.tokens[self.num_known] = token
+        self.num_known += 1
+        self.pending -= 1
+        assert self.computed <= self.num_tokens <= self.max_tokens
+
+    def take_blocks(self) -> NDArray[np.int32]:
+        """The request's blocks, which are no longer its own."""
+        blocks, self.blocks = self.blocks, np.empty(0, np.int32)
+        return blocks
+
+    @property
+    def output(self) -> NDArray[np.int32]:
+        return self.tokens[self.num_prompt : self.num_known]

@@ -1,0 +1,220 @@
+"""Owns what lives on the device (weights, cache, token table) and dispatches steps to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jllm.config import EngineConfig, ModelConfig
+from jllm.engine import step
+from jllm.engine.batch import Int32s, StepSpec, forward_fields, pack, sample_fields
+from jllm.models.sampler import Sampled, SamplerSpec
+from jllm.params import Params
+
+CPU_KV_BYTES = 1 << 30
+GPU_KV_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
+
+
+class Results(NamedTuple):
+    """A step's ``Sampled``, on the host."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    top_ids: NDArray[np.int32] | None
+    top_logprobs: NDArray[np.float32] | None
+
+
+class Runner:
+    """The device's side of an engine. One owner of the donated arrays: they are reassigned in
+    the statement that donates them."""
+
+    def __init__(self, params: Params, config: EngineConfig) -> None:
+        use_compilation_cache()
+        self.config = resolve(config, params)
+        self.params = arrays_of(params)
+        c = self.config
+        assert c.num_kv_blocks and c.max_num_seqs and c.max_model_len
+        self._cache = _zeros_cache(params.config, c.num_kv_blocks, c.block_size, params.dtype)
+        self._tokens = jnp.zeros((c.max_num_seqs + 1, c.max_model_len), jnp.int32)
+        self.num_compiles = 0  # programs compiled, or read from the compilation cache, by steps
+
+    def update_params(self, params: Params) -> None:
+        """Replaces the weights; nothing is compiled again.
+
+        Raises ValueError naming the first array whose shape or dtype differs.
+        """
+        new = arrays_of(params)
+        if new.config != self.params.config:
+            raise ValueError("update_params needs params of the same ModelConfig as the engine's.")
+        old_leaves = jax.tree_util.tree_leaves_with_path(self.params)
+        for (path, old), leaf in zip(old_leaves, jax.tree.leaves(new), strict=True):
+            if (old.shape, old.dtype) != (leaf.shape, leaf.dtype):
+                raise ValueError(
+                    f"update_params: {jax.tree_util.keystr(path)} is {leaf.dtype}{leaf.shape}, "
+                    f"but the engine runs {old.dtype}{old.shape}."
+                )
+        self.params = new
+
+    def dispatch(
+        self, plan: Int32s, spec: StepSpec, sample_plan: Int32s, sampler: SamplerSpec
+    ) -> Sampled:
+        """Starts a step and returns at once; the results are on their way to the host."""
+        before = compiles_so_far()
+        self._cache, self._tokens, logits = step.forward(
+            self.params, self._cache, self._tokens, plan, spec=spec
+        )
+        sampled: Sampled
+        self._tokens, sampled = step.sample(self._tokens, logits, sample_plan, spec=sampler)
+        self.num_compiles += compiles_so_far() - before
+        for array in sampled:
+            if array is not None:
+                array.copy_to_host_async()
+        return sampled
+
+    def collect(self, sampled: Sampled) -> Results:
+        """Waits for a dispatched step."""
+        tokens, *rest = sampled
+        return Results(np.asarray(tokens), *(None if a is None else np.asarray(a) for a in rest))
+
+    def warm_up(self, spec: StepSpec, sampler: SamplerSpec) -> None:
+        """Compiles and runs one spec on padding only: it writes to the scratch block and row."""
+        assert self.config.max_num_seqs
+        plan, views = pack(forward_fields(spec))
+        views["slots"][:] = self.config.max_num_seqs
+        sample_plan, views = pack(sample_fields(spec.num_rows))
+        views["slots"][:] = self.config.max_num_seqs
+        self.collect(self.dispatch(plan, spec, sample_plan, sampler))
+
+    def memory_bytes(self) -> int:
+        """Bytes of weights, cache and token table."""
+        leaves = jax.tree.leaves((self.params, self._cache, self._tokens))
+        return sum(leaf.nbytes for leaf in leaves)
+
+
+def arrays_of(params: Params) -> Params:
+    """The params without their tokenizer: it is no business of the compiled step, whose programs
+    must not depend on it."""
+    return dataclasses.replace(params, tokenizer=None)
+
+
+def resolve(config: EngineConfig, params: Params) -> EngineConfig:
+    """Fills in every field left None, by platform and by what the KV pool can hold.
+
+    Raises ValueError when max_model_len exceeds the model's limit or the pool.
+    """
+    model = params.config
+    cpu = jax.default_backend() == "cpu"
+    max_num_seqs = config.max_num_seqs or (32 if cpu else 256)
+    if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
+        max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
+    batched = config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs)
+    if batched < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({batched}) must be at least max_num_seqs ({max_num_seqs}): "
+            "every running request decodes one token a step."
+        )
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model was made for at most "
+            f"{model.max_position_embeddings} tokens."
+        )
+    max_len = config.max_model_len or model.max_position_embeddings
+    block_bytes = _block_bytes(model, config.block_size, params.dtype)
+    usable = max_num_seqs * -(-max_len // config.block_size)
+    num_blocks = config.num_kv_blocks or min(usable, _kv_bytes(config) // block_bytes)
+    if num_blocks < 1:
+        raise ValueError(
+            f"No memory is left for the KV cache: one block takes {block_bytes / 2**20:.1f} MiB."
+        )
+    capacity = num_blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the KV pool of {num_blocks} blocks "
+            f"holds {capacity} tokens; raise num_kv_blocks or lower max_model_len."
+        )
+    decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
+    largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
+    prefill = config.prefill_buckets or _powers(min(32, largest), largest, 4)
+    if decode[-1] < max_num_seqs:
+        raise ValueError(
+            f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
+            f"({max_num_seqs}) rows."
+        )
+    return config.with_limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_model_len=min(max_len, capacity),
+        num_kv_blocks=num_blocks,
+        decode_buckets=decode,
+        prefill_buckets=prefill,
+        max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
+    )
+
+
+def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:
+    """low, low * factor, ... below high, and high."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= factor
+    return (*sizes, high)
+
+
+def _block_bytes(model: ModelConfig, block_size: int, dtype: Any) -> int:
+    values = model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim
+    return values * int(jnp.dtype(dtype).itemsize)
+
+
+def _kv_bytes(config: EngineConfig) -> int:
+    """Bytes that the KV cache may take."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:  # a CPU
+        return CPU_KV_BYTES
+    usable = int(stats["bytes_limit"] * config.gpu_memory_utilization)
+    return usable - int(stats["bytes_in_use"]) - GPU_KV_SLACK_BYTES
+
+
+def _zeros_cache(
+    model: ModelConfig, num_blocks: int, block_size: int, dtype: Any
+) -> list[jax.Array]:
+    """One array per layer, the scratch block included."""
+    shape = (num_blocks + 1, 2, model.num_kv_heads, block_size, model.head_dim)
+    return [jnp.zeros(shape, dtype) for _ in range(model.num_layers)]
+
+
+_compiles = 0
+
+
+def compiles_so_far() -> int:
+    """Programs that this process has compiled or read from the compilation cache."""
+    _listen_for_compiles()
+    return _compiles
+
+
+@functools.cache
+def _listen_for_compiles() -> None:
+    def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        global _compiles
+        _compiles += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+
+
+@functools.cache
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, in ``$XDG_CACHE_HOME/jllm`` (``~/.cache/jllm``), unless
+    the user configured JAX's compilation cache: a second start then compiles nothing."""
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jllm" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,206 @@
+"""Attention over a paged KV cache, and the write into it: the reference in plain XLA.
+
+The cache of one layer is ``kv (N, 2, K, S, D)``: N blocks of S tokens, keys then values, one
+contiguous (S, D) tile per head. Block 0 is scratch: padding tokens are written there and no row
+reads it.
+
+A step holds B rows (requests) of two kinds, in this order, over one flat array of T tokens:
+
+    tokens   d0 d1 d2 | p0 p0 p0 p0 p1 p1 .        d: decode rows, one token each
+    rows      0  1  2 |  3           4             p: prefill rows, query_start = [0, 4, 6]
+                                                   .: padding
+
+so ``num_decode`` (3) is static, and only the prefill rows need ``query_start``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+QUERY_TILE = 64  # prefill tokens that share one gather of their row's keys and values
+CONTEXT_TILE = 128  # context tokens per step of the online softmax
+
+
+class Rows(NamedTuple):
+    """What the attention op knows of a step's rows. All int32.
+
+    Attributes:
+      block_tables: (B, P) block ids of each row, in order of position.
+      context_lens: (B,) tokens of each row once this step is written; 0 marks a padding row.
+      query_start: (Bp + 1,) first prefill token of each prefill row, counted from the first
+        prefill token; the last entry is the number of prefill tokens.
+    """
+
+    block_tables: Array
+    context_lens: Array
+    query_start: Array
+
+
+class Tokens(NamedTuple):
+    """Where each of the T tokens of a step belongs. All (T,) int32; padding tokens are at
+    position 0 of slot 0, in the scratch block."""
+
+    row: Array
+    position: Array
+    slot: Array  # block * S + offset
+
+
+def locate_tokens(rows: Rows, num_decode: int, num_prefill: int, block_size: int) -> Tokens:
+    """Derives every token's row, position and cache slot from the lengths of the rows.
+
+    A decode token is the last of its row's context; prefill tokens of a row end at it. Deriving
+    this on the device keeps the host's plan at a few numbers per row.
+    """
+    decode_row = jnp.arange(num_decode, dtype=jnp.int32)
+    decode_position = rows.context_lens[:num_decode] - 1
+    token = jnp.arange(num_prefill, dtype=jnp.int32)
+    if num_prefill:
+        ends = rows.query_start[1:]
+        index = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+        index = jnp.minimum(index, len(ends) - 1)  # padding tokens: past every row
+        prefill_row = num_decode + index
+        prefill_position = rows.context_lens[prefill_row] - ends[index] + token
+    else:
+        prefill_row = prefill_position = token
+    row = jnp.concatenate([decode_row, prefill_row])
+    position = jnp.concatenate([decode_position, prefill_position])
+    real = jnp.concatenate([decode_position >= 0, token < rows.query_start[-1]])
+    position = jnp.where(real, position, 0)
+    block = rows.block_tables[row, position // block_size]
+    slot = jnp.where(real, block * block_size + position % block_size, 0)
+    return Tokens(row, position, slot)
+
+
+def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
+    """Writes the step's keys and values (T, K, D) into their cache slots (T,); in place when
+    ``kv`` is donated."""
+    block_size = kv.shape[3]
+    update = jnp.stack([k, v], axis=1)  # (T, 2, K, D)
+    return kv.at[slots // block_size, :, :, slots % block_size].set(update.astype(kv.dtype))
+
+
+def paged_attention(
+    q: Array, kv: Array, rows: Rows, *, num_decode: int, window: int | None, scale: float
+) -> Array:
+    """Causal attention of a mixed batch over its rows' cached context.
+
+    Args:
+      q: (T, K, G, D) queries, decode rows first; their keys are already in the cache.
+      kv: (N, 2, K, S, D) the layer's cache.
+      rows: the rows' block tables and lengths.
+      num_decode: leading rows of one token each; static.
+      window: tokens a query sees, itself included; None for all.
+      scale: factor on the scores, normally D ** -0.5.
+
+    Returns:
+      (T, K, G, D); padding tokens give finite values of no meaning.
+    """
+    parts = []
+    if num_decode:
+        tables, lens = rows.block_tables[:num_decode], rows.context_lens[:num_decode]
+        positions = lens[:, None] - 1
+        decode = _attend_tiles(q[:num_decode, None], kv, tables, positions, window, scale)
+        parts.append(decode[:, 0])
+    if len(q) > num_decode:
+        parts.append(_attend_prefill(q[num_decode:], kv, rows, num_decode, window, scale))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _attend_prefill(
+    q: Array, kv: Array, rows: Rows, num_decode: int, window: int | None, scale: float
+) -> Array:
+    """Cuts each prefill row's queries into tiles of one row each: at most T // Q + Bp of them."""
+    num_tokens, num_rows = len(q), len(rows.query_start) - 1
+    size = min(QUERY_TILE, num_tokens)
+    starts, ends = rows.query_start[:-1], rows.query_start[1:]
+    tile_ends = jnp.cumsum((ends - starts + size - 1) // size)
+    tile_starts = jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
+
+    tile = jnp.arange(num_tokens // size + num_rows)
+    row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
+    token = (starts[row] + (tile - tile_starts[row]) * size)[:, None] + jnp.arange(size)
+    context_lens = rows.context_lens[num_decode:][row]
+    position = context_lens[:, None] - ends[row][:, None] + token
+    # Past the row's end (the tail of its last tile, or a tile of padding) nothing is attended.
+    position = jnp.where((token < ends[row][:, None]), position, -1)
+    tiles = q[jnp.minimum(token, num_tokens - 1)]  # (M, Q, K, G, D)
+    tables = rows.block_tables[num_decode:][row]
+    out = _attend_tiles(tiles, kv, tables, position, window, scale)
+
+    token = jnp.arange(num_tokens)
+    row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), num_rows - 1)
+    offset = jnp.maximum(token - starts[row], 0)
+    tile = jnp.minimum(tile_starts[row] + offset // size, len(out) - 1)
+    return out[tile, offset % size]
+
+
+def _attend_tiles(
+    q: Array, kv: Array, tables: Array, positions: Array, window: int | None, scale: float
+) -> Array:
+    """Online-softmax attention (arXiv 2205.14135) of M tiles, each within one row.
+
+    q (M, Q, K, G, D), tables (M, P), positions (M, Q) with -1 where nothing is attended.
+    The loop runs over the context that is really there, so cost follows the longest row of the
+    step and not the width of the block table.
+    """
+    _, _, num_kv, block_size, head_dim = kv.shape
+    blocks = max(1, CONTEXT_TILE // block_size)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % blocks)))
+    m_tiles, size, _, group, _ = q.shape
+    q32 = q.astype(jnp.float32) * scale
+
+    def body(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        best, total, acc = carry
+        ids = lax.dynamic_slice_in_dim(tables, index * blocks, blocks, axis=1)
+        tile = kv[ids].astype(jnp.float32)  # (M, C, 2, K, S, D)
+        k, v = tile[:, :, 0], tile[:, :, 1]
+        scores = jnp.einsum("mqkgd,mcksd->mkgqcs", q32, k, precision=lax.Precision.HIGHEST)
+        scores = scores.reshape(m_tiles, num_kv, group, size, blocks * block_size)
+        at = index * blocks * block_size + jnp.arange(blocks * block_size)
+        seen = at <= positions[:, :, None]  # (M, Q, C * S)
+        if window is not None:
+            seen &= at > positions[:, :, None] - window
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        new_best = jnp.maximum(best, scores.max(-1))
+        # Until a query has seen a key its best is -inf, and exp(-inf - -inf) would be nan.
+        shift = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
+        weights = jnp.exp(scores - shift[..., None])
+        keep = jnp.exp(best - shift)
+        total = total * keep + weights.sum(-1)
+        weights = weights.reshape(m_tiles, num_kv, group, size, blocks, block_size)
+        update = jnp.einsum("mkgqcs,mcksd->mkgqd", weights, v, precision=lax.Precision.HIGHEST)
+        return new_best, total, acc * keep[..., None] + update
+
+    shape = (m_tiles, num_kv, group, size)
+    start = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
+    steps = positions.max() // (blocks * block_size) + 1
+    _, total, acc = lax.fori_loop(0, steps, body, start)
+    out: Array = acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).astype(q.dtype)  # (M, Q, K, G, D)
+
+
+def dense_attention(q: Array, k: Array, v: Array, *, window: int | None, scale: float) -> Array:
+    """Causal attention of one whole sequence, without a cache; differentiable.
+
+    q (T, K, G, D), k and v (T, K, D) -> (T, K, G, D). Scores take K * G * T * T floats.
+    """
+    at = jnp.arange(len(q))
+    seen = at[None, :] <= at[:, None]
+    if window is not None:
+        seen &= at[None, :] > at[:, None] - window
+    scores = jnp.einsum(
+        "qkgd,skd->kgqs", q, k, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
+    )
+    weights = jax.nn.softmax(jnp.where(seen, scores * scale, -jnp.inf), axis=-1)
+    out = jnp.einsum("kgqs,skd->qkgd", weights, v.astype(jnp.float32))
+    return out.astype(q.dtype)
