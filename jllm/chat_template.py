@@ -30,6 +30,7 @@ CONTINUE_MARK = "JLLM_CONTINUE_HERE "
 def render(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
+    /,
     *,
     bos_token: str | None,
     eos_token: str | None,
@@ -62,6 +63,8 @@ def render(
             "continue_final_message and add_generation_prompt cannot both be true: the one goes on "
             "with the last message, the other begins a new one."
         )
+    if "messages" in kwargs:
+        raise ValueError("Chat template options cannot set messages.")
     copies = _plain("messages", messages)
     if not isinstance(copies, list) or not copies:
         raise ValueError(f"A conversation is a list of at least one message, not {messages!r}.")

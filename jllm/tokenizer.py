@@ -24,15 +24,23 @@ from jllm.detokenizer import IncrementalDetokenizer
 __all__ = ["Tokenizer"]
 
 SPACE_MARK = "▁"  # U+2581, SentencePiece's spelling of a space
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # and of a byte that no piece covers
+
+# How the decoder of a SentencePiece vocabulary is serialized.
+SENTENCEPIECE_STEPS = [
+    {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+STRIP_STEP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class Spelling(NamedTuple):
     """How the tokens of a vocabulary spell text; at most one of the three is true."""
 
-    byte_level: bool  # each character is a byte in GPT-2's alphabet: "Ġthe"
-    strips_first_space: bool  # SentencePiece with a space put before every text: "▁the"
-    joined_by_spaces: bool  # whole words: "the"
+    byte_level: bool = False  # each character is a byte in GPT-2's alphabet: "Ġthe"
+    joined_by_spaces: bool = False  # whole words: "the"
+    strips_first_space: bool = False  # SentencePiece with a space put before every text: "▁the"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,6 +166,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         chat_template: str | None = None,
         **options: Any,
@@ -174,7 +183,7 @@ class Tokenizer:
         """
         from jllm.chat_template import render
 
-        reserved = {"template", "bos_token", "eos_token"} & options.keys()
+        reserved = {"bos_token", "eos_token"} & options.keys()
         if reserved:
             raise ValueError(f"Chat template options cannot set {', '.join(sorted(reserved))}.")
         text = render(
@@ -195,16 +204,14 @@ class Tokenizer:
         """
         decoder = self.backend.decoder
         if decoder is None:
-            return Spelling(byte_level=False, strips_first_space=False, joined_by_spaces=True)
+            return Spelling(joined_by_spaces=True)
         state = json.loads(decoder.__getstate__())
         steps = state["decoders"] if state["type"] == "Sequence" else [state]
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
-            return Spelling(byte_level=True, strips_first_space=False, joined_by_spaces=False)
-        if "ByteFallback" in kinds and {*kinds} <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-            return Spelling(
-                byte_level=False, strips_first_space="Strip" in kinds, joined_by_spaces=False
-            )
+            return Spelling(byte_level=True)
+        if steps in (SENTENCEPIECE_STEPS, [*SENTENCEPIECE_STEPS, STRIP_STEP]):
+            return Spelling(strips_first_space=STRIP_STEP in steps)
         raise ValueError(
             f"The tokenizer decodes with {' + '.join(kinds)}; supported are ByteLevel, "
             "SentencePiece (Replace + ByteFallback + Fuse, with or without Strip) and no decoder."
@@ -231,7 +238,7 @@ class Tokenizer:
             if token_id not in self._added and all(char in alphabet for char in token):
                 spelled = bytes(alphabet[char] for char in token)
         elif not self.spelling.joined_by_spaces:
-            byte = _BYTE_TOKEN.fullmatch(token)
+            byte = BYTE_TOKEN.fullmatch(token)
             spelled = bytes.fromhex(byte[1]) if byte else token.replace(SPACE_MARK, " ").encode()
         self._token_bytes[token_id] = spelled
         return spelled

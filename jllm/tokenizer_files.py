@@ -83,7 +83,10 @@ def _from_transformers(folder: Path, files: str) -> Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}.")
     return content
@@ -104,7 +107,7 @@ def _default_template(value: str | list[dict[str, str]] | None) -> str | None:
 # ------------------------------------------------------------------------------------- GGUF
 
 # `tokenizer.ggml.token_type`, as in llama.cpp's llama.h.
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -150,15 +153,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         )
 
     tokens = _required(metadata, "tokens")
-    named = {
-        name: tokens[i]
-        if (i := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None
-        else None
-        for name in ("bos", "eos")
-    }
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    bos, eos = _named_token(metadata, "bos"), _named_token(metadata, "eos")
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     control = {t for t, kind in zip(tokens, types, strict=False) if kind in (CONTROL, UNKNOWN)}
-    control |= {token for token in named.values() if token is not None}
+    control |= {token for token in (bos, eos) if token is not None}
     backend.add_tokens(
         [
             AddedToken(token, special=token in control, normalized=False)
@@ -166,14 +164,42 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             if token in control or kind == USER_DEFINED
         ]
     )
-    prefix = [named["bos"]] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
-    suffix = [named["eos"]] if metadata.get("tokenizer.ggml.add_eos_token", False) else []
-    if ends := [token for token in (*prefix, *suffix) if token is not None]:
+    prefix = _added_end(metadata, "bos", bos, adds_bos)
+    suffix = _added_end(metadata, "eos", eos, False)
+    if ends := {token: backend.token_to_id(token) for token in prefix + suffix}:
         backend.post_processor = TemplateProcessing(
-            single=[*prefix, "$A", *suffix],
-            special_tokens=[(token, backend.token_to_id(token)) for token in ends],
+            single=[*prefix, "$A", *suffix], special_tokens=list(ends.items())
         )
-    return Tokenizer(backend, named["bos"], named["eos"], metadata.get("tokenizer.chat_template"))
+    return Tokenizer(backend, bos, eos, metadata.get("tokenizer.chat_template"))
+
+
+def _named_token(metadata: Mapping[str, Any], name: str) -> str | None:
+    tokens, token_id = (
+        _required(metadata, "tokens"),
+        metadata.get(f"tokenizer.ggml.{name}_token_id"),
+    )
+    if token_id is None:
+        return None
+    if not 0 <= token_id < len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.{name}_token_id is {token_id}, but the GGUF file has "
+            f"{len(tokens)} tokens."
+        )
+    return str(tokens[token_id])
+
+
+def _added_end(
+    metadata: Mapping[str, Any], name: str, token: str | None, default: bool
+) -> list[str]:
+    """What is put before or after every prompt: the token or nothing."""
+    if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+        return []
+    if token is None:
+        raise ValueError(
+            f"The GGUF file wants {name.upper()} added to prompts, but has no "
+            f"tokenizer.ggml.{name}_token_id."
+        )
+    return [token]
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> tokenizers.Tokenizer:

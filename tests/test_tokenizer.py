@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def sentencepiece_oracle(text: str, tokens: list[str], scores: list[float]) -> l
     ids = {token: i for i, token in enumerate(tokens)}
     symbols = list(("▁" + text).replace(" ", "▁")) if text else []
     while True:
-        pairs = [a + b for a, b in zip(symbols, symbols[1:], strict=False)]
+        pairs = [a + b for a, b in pairwise(symbols)]
         known = [(-scores[ids[pair]], i) for i, pair in enumerate(pairs) if pair in ids]
         if not known:
             break
@@ -173,6 +174,12 @@ def test_bos_is_added_only_where_the_tokenizer_is_configured_to(
 def test_special_tokens_written_in_the_text_are_parsed() -> None:
     tokenizer = byte_level_tokenizer()
     assert tokenizer.encode("<s>he</s>") == [0, *tokenizer.encode("he"), 1]
+
+
+def test_bos_and_eos_are_special_even_where_the_gguf_has_no_token_types() -> None:
+    metadata = byte_level_metadata()
+    del metadata["tokenizer.ggml.token_type"]
+    assert Tokenizer.from_gguf(metadata).special_ids == {0, 1}
 
 
 def test_added_tokens_are_whole_but_only_control_tokens_are_special() -> None:
@@ -251,6 +258,14 @@ def test_an_impossible_id_is_refused(bad: int) -> None:
         pytest.param({}, "model None", id="no-model"),
         pytest.param(byte_level_metadata("bloom"), "pre 'bloom'.*'smollm'", id="pre"),
         pytest.param(
+            byte_level_metadata(add_bos_token=True, bos_token_id=None),
+            "no tokenizer.ggml.bos_token_id",
+            id="missing-bos",
+        ),
+        pytest.param(
+            byte_level_metadata(eos_token_id=262), "eos_token_id is 262.* 262 tokens", id="eos"
+        ),
+        pytest.param(
             {"tokenizer.ggml.model": "gpt2"}, "no tokenizer.ggml.merges", id="missing-merges"
         ),
         pytest.param(
@@ -318,7 +333,8 @@ def test_it_cannot_be_changed_and_prints_short() -> None:
 
 
 def test_importing_the_tokenizer_loads_nothing_heavy() -> None:
-    code = "import sys, jllm.tokenizer; print({'jax', 'torch', 'transformers', 'jinja2'} & {*sys.modules})"
+    heavy = {"jax", "torch", "transformers", "jinja2"}
+    code = f"import sys, jllm.tokenizer; print({heavy} & {{*sys.modules}})"
     root = Path(__file__).parent.parent
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert run.stdout == "set()\n", run.stderr
@@ -402,7 +418,14 @@ def test_bos_of_the_post_processor_is_added(tmp_path: Path) -> None:
 
 def test_a_damaged_tokenizer_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config_is_named(tmp_path: Path, content: str) -> None:
+    (save(tmp_path) / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json (is not valid|must hold a) JSON"):
         Tokenizer.from_folder(tmp_path)
 
 

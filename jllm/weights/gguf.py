@@ -49,6 +49,9 @@ def load(path: Path, dtype: Any) -> Params:
     if metadata.get("split.count", 1) > 1:
         raise ValueError(f"{path} is one of {metadata['split.count']} parts; merge them first.")
     config = config_from_gguf(metadata, by_name)
+    if "rope_freqs.weight" in by_name:
+        scaling = _llama3_scaling(config, by_name["rope_freqs.weight"].data)
+        config = replace(config, rope_scaling=scaling)
     tokenizer = None
     if _TOKENS in metadata:
         tokenizer = Tokenizer.from_gguf(metadata)
@@ -67,9 +70,6 @@ def load(path: Path, dtype: Any) -> Params:
         for name, tensor in by_name.items()
     }
     checkpoint = Checkpoint(path, "gguf", _DTYPES, tensors, read)
-    if "rope_freqs.weight" in by_name:
-        scaling = _llama3_scaling(config, by_name["rope_freqs.weight"].data)
-        config = replace(config, rope_scaling=scaling)
     return assemble(config, checkpoint, dtype, tokenizer)
 
 
@@ -147,7 +147,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
         from gguf import GGUFReader
     except ImportError as error:
         raise ValueError(
-            f"Reading {path} needs the gguf package: pip install 'jllm[gguf]'."
+            f"Reading {path} needs the gguf package: pip install jllm[gguf]"
         ) from error
     try:
         reader = GGUFReader(path)

@@ -197,7 +197,7 @@ def _read_leaf(
     parts: list[tuple[str, Entry]],
     read: Callable[[str], npt.NDArray[Any]],
 ) -> jax.Array:
-    """One leaf on the device. The host holds it and one of its tensors, and then neither."""
+    """One leaf on the device. The host holds it beside two copies of one tensor, then nothing."""
     host = np.empty(leaf.shape, leaf.dtype)
     for name, entry in parts:
         tensor = read(name)

@@ -16,7 +16,7 @@ from gguf.quants import dequantize, quantize
 
 from jllm.config import ModelConfig, RopeScaling
 from jllm.params import Params
-from jllm.weights.gguf import load
+from jllm.weights.gguf import _open, config_from_gguf, load
 from jllm.weights.hub import DEMOS, _demo
 from tests.weights.checkpoints import Array, Tensors, assert_holds, hf_config, hf_tensors
 
@@ -103,10 +103,7 @@ def write(
             writer.add_uint32(name, value)
     for name, tensor in tensors.items():
         kind = types(name)
-        if raw is not None and name in raw:
-            data = raw[name]
-        else:
-            data = quantize(tensor, kind)
+        data = raw[name] if raw is not None and name in raw else quantize(tensor, kind)
         data = np.ascontiguousarray(permuted(name, data, c))
         writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
     for name, tensor in (extra or {}).items():
@@ -308,8 +305,6 @@ def test_absent_metadata_falls_back_as_in_llama_cpp(tmp_path: Path) -> None:
         hf_tensors(config),
         metadata={**dict.fromkeys(absent), "tokenizer.ggml.tokens": tokens},
     )
-    from jllm.weights.gguf import _open, config_from_gguf
-
     metadata, tensors = _open(path)
     ours = config_from_gguf(metadata, tensors)
     assert (ours.vocab_size, ours.num_kv_heads, ours.head_dim, ours.rope_theta) == (11, 6, 16, 1e4)
@@ -391,7 +386,7 @@ def test_without_the_gguf_package_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)  # makes the import fail
-    with pytest.raises(ValueError, match=r"needs the gguf package: pip install 'jllm\[gguf\]'"):
+    with pytest.raises(ValueError, match=r"needs the gguf package: pip install jllm\[gguf\]"):
         load(tmp_path / "model.gguf", jnp.float32)
 
 
