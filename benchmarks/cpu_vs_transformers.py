@@ -48,9 +48,7 @@ def run_jllm() -> dict[str, Any]:
     import jllm
 
     params = jllm.load("smollm2-135m-instruct", dtype="float32")
-    sampling = jllm.SamplingParams(
-        temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False
-    )
+    sampling = jllm.SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
 
     def call() -> None:
         outputs = jllm.generate(params, prompts(), sampling, use_tqdm=False)
@@ -97,9 +95,9 @@ def main() -> None:
         print(json.dumps(result))
         return
 
-    from jllm.weights.hub import packaged_model_path
+    from jllm.weights.hub import locate
 
-    gguf = str(packaged_model_path("smollm2-135m-instruct"))
+    gguf = str(locate("smollm2-135m-instruct"))
     results = {}
     for name, python in (("transformers", options.hf_python), ("jllm", sys.executable)):
         print(f"running {name} ...", file=sys.stderr)

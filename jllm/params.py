@@ -121,13 +121,13 @@ def init(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> Params:
     shapes = param_shapes(config, default_dtype() if dtype is None else dtype)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
 
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-        if "norm" in jax.tree_util.keystr(path):
-            return jnp.ones(shape.shape, shape.dtype)
-        return _normal(key, shape.shape, shape.dtype)
-
     keys = jax.random.split(key, len(leaves))
-    arrays = [leaf(path, shape, keys[i]) for i, (path, shape) in enumerate(leaves)]
+    arrays = [
+        jnp.ones(shape.shape, shape.dtype)
+        if "norm" in jax.tree_util.keystr(path)
+        else _normal(keys[i], shape.shape, shape.dtype)
+        for i, (path, shape) in enumerate(leaves)
+    ]
     params: Params = jax.tree.unflatten(treedef, arrays)
     return params
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from jllm.outputs import FinishReason
 from jllm.sampling_params import SamplingParams
 
-
 NO_SLOT = -1
 
 

@@ -24,7 +24,7 @@ from jax import lax
 Array = jax.Array
 
 QUERY_TILE = 64  # prefill tokens that share one gather of their row's keys and values
-CONTEXT_TILE = 128  # context tokens per step of the online softmax
+CONTEXT_TILE = 64  # context tokens per step of the online softmax
 
 
 class Rows(NamedTuple):

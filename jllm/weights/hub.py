@@ -44,9 +44,7 @@ def load(name_or_path: str | os.PathLike[str], dtype: Any) -> Params:
       FileNotFoundError: nothing is there by that name, or a file of the model is missing.
       ValueError: the model is damaged, unknown, or neither a folder nor a ``.gguf`` file.
     """
-    path = Path(name_or_path).expanduser()
-    if not path.exists():
-        path = _named(name_or_path)
+    path = locate(name_or_path)
     if path.is_dir():
         return safetensors.load(path, dtype)
     if path.suffix == ".gguf":
@@ -54,8 +52,15 @@ def load(name_or_path: str | os.PathLike[str], dtype: Any) -> Params:
     raise ValueError(f"{path} must be a model folder or a .gguf file.")
 
 
-def _named(name: str | os.PathLike[str]) -> Path:
-    """The folder or file behind a name that is no existing path."""
+def locate(name_or_path: str | os.PathLike[str]) -> Path:
+    """The folder or file behind a path or a name; downloads a hub name.
+
+    Raises FileNotFoundError when there is none.
+    """
+    name = name_or_path
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
     if name in DEMOS:
         return _demo(str(name))
     if isinstance(name, str) and _HUB_NAME.fullmatch(name):

@@ -57,7 +57,7 @@ def test_a_small_pool_preempts_and_ends_whole() -> None:
 
 
 def test_nothing_compiles_after_warm_up() -> None:
-    with engine(max_num_seqs=4, max_num_batched_tokens=64) as e:
+    with engine(max_num_seqs=2, max_num_batched_tokens=32) as e:
         assert e.warm_up() > 0
         compiled = e.stats().num_compiles
         rng = np.random.default_rng(0)

