@@ -161,7 +161,7 @@ class Scheduler:
         if not self._free_slots:
             return False
         tokens = request.tokens[: request.num_known]
-        cached = self.cache.match(tokens)
+        cached = self.cache.match(tokens[:0] if request.needs_full_prefill else tokens)
         needed = -(-request.num_known // self._block_size) - len(cached)
         fresh = self.cache.allocate(needed)
         if fresh is None:
