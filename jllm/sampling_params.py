@@ -93,9 +93,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = field(
-        default=None, hash=False
-    )  # a dict, so unhashable
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # kept as a dict
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     logprobs: int | None = None
