@@ -18,15 +18,20 @@ import numpy as np
 
 from jllm.cache.block_pool import BlockPool
 from jllm.cache.naive import NaiveCache
+from jllm.cache.prefix_cache import PrefixCache
+from jllm.cache.radix import RadixCache
+from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
 from jllm.engine.batch import Buckets
 from jllm.engine.completion import Completion
 from jllm.engine.logprobs import PromptLogprobs, logprobs_of
 from jllm.engine.planner import Plan, Planner, all_sampler_specs
+from jllm.engine.queue import POLICIES
 from jllm.engine.request import Request
 from jllm.engine.rules import request_rules
 from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
+from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
 from jllm.models.sampler import SamplerSpec
 from jllm.outputs import Logprob, RequestOutput
 from jllm.params import Params
@@ -61,26 +66,6 @@ class Group:
         return entries
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot of an engine.
-
-    Attributes:
-      running, waiting: requests (samples counted one by one) now.
-      kv_usage: share of the KV blocks in use, 0 to 1.
-      num_preemptions: requests sent back to the queue since the start.
-      num_steps: steps dispatched since the start.
-      num_compiles: programs compiled (or read from the compilation cache) by steps.
-    """
-
-    running: int
-    waiting: int
-    kv_usage: float
-    num_preemptions: int
-    num_steps: int
-    num_compiles: int
-
-
 class Engine:
     """Runs many requests at once on one model.
 
@@ -108,9 +93,18 @@ class Engine:
         self.model_config = params.config
         self.tokenizer = params.tokenizer
         self._buckets = Buckets.of(c)
-        self._cache = NaiveCache(BlockPool(c.num_kv_blocks))
+        pool = BlockPool(c.num_kv_blocks)
+        self._cache: PrefixCache = (
+            RadixCache(pool, c.block_size) if c.prefix_cache == "radix" else NaiveCache(pool)
+        )
+        swap_space = None
+        if c.preemption == "swap":
+            budget = int(c.swap_space_gib * 2**30)
+            swap_space = SwapSpace(self._runner, budget // self._runner.block_bytes)
         self._scheduler = Scheduler(
             self._cache,
+            POLICIES[c.scheduling_policy],
+            swap_space,
             block_size=c.block_size,
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
@@ -123,8 +117,12 @@ class Engine:
         self._of_request: dict[str, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._aborted: list[Group] = []
+        self._clock = StepClock()
+        self._log = PeriodicLog(c.stats_interval_s)
         self._arrivals = 0
         self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
         self._seeds = np.random.default_rng()
 
     def __enter__(self) -> Engine:
@@ -151,6 +149,7 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
         stream: bool = True,
     ) -> str:
         """Queues a prompt and returns its id.
@@ -159,6 +158,7 @@ class Engine:
           prompt: text, or token ids as they are (no BOS is added to ids).
           sampling_params: ``SamplingParams()`` unless given.
           request_id: a name for it; made up unless given, and made unique if it is taken.
+          cache_salt: prefixes are shared only among requests of the same salt.
           stream: ``step`` reports what is new as it comes; if False, only the whole at the end.
 
         Raises:
@@ -193,6 +193,8 @@ class Engine:
                 tokens=tokens,
                 num_prompt=len(prompt_ids),
                 params=params,
+                cache_salt=cache_salt,
+                priority=params.priority,
                 sample=sample,
                 seed=seed,
                 rules=rules,
@@ -200,6 +202,7 @@ class Engine:
             self._arrivals += 1
             completions.append(Completion(request, self.tokenizer, eos))
             self._scheduler.add(request)
+        self._prompt_tokens += len(prompt_ids)
         text = prompt if isinstance(prompt, str) else None
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
@@ -216,17 +219,19 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, collects the one before, and reports what is new."""
+        updated: dict[str, Group] = {}
         try:
-            schedule = self._scheduler.schedule()
-            updated = {}
+            plan = self._plan()
         except MustDrain:
             updated = self._drain()
-            schedule = self._scheduler.schedule()
-        if schedule:
-            self._dispatch(schedule)
+            plan = self._plan()
+        if plan is not None:
+            self._dispatch(*plan)
         # The step just dispatched stays in flight; without one there is nothing to overlap.
-        while len(self._in_flight) > (1 if schedule else 0):
+        while len(self._in_flight) > (1 if plan is not None and self.config.overlap else 0):
             updated |= self._collect()
+        if self._log.due:
+            self._log.write(self.stats())
         return self._report(updated)
 
     def abort(self, request_id: str) -> None:
@@ -254,8 +259,8 @@ class Engine:
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes that no running request holds."""
-        self._cache.reset()
+        """Forgets all cached prefixes; running requests keep what they hold, unshared."""
+        self._scheduler.reset_prefix_cache()
 
     def warm_up(self, samplers: Sequence[SamplerSpec] | None = None) -> int:
         """Compiles and runs every program a request could need, so that none is compiled later,
@@ -273,19 +278,31 @@ class Engine:
         for num_prefill in self._buckets.prefill:
             self._runner.warm_up_prompt_logprobs(num_prefill)
         self._runner.warm_up_entries()
+        if self.config.preemption == "swap":
+            self._runner.warm_up_copies()
         return self._runner.num_compiles - before
 
     def stats(self) -> EngineStats:
         """Counters and gauges; costs nothing on the device."""
         blocks = self.config.num_kv_blocks
         assert blocks
+        counters = self._scheduler.counters
         return EngineStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
+            swapped=self._scheduler.num_swapped,
             kv_usage=1 - self._cache.num_available / blocks,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_preemptions=counters.preemptions,
+            num_swaps=counters.swaps,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
             num_steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
             num_compiles=self._runner.num_compiles,
+            plan_s=self._clock.plan,
+            dispatch_s=self._clock.dispatch,
+            wait_s=self._clock.wait,
         )
 
     def check_integrity(self) -> None:
@@ -333,10 +350,18 @@ class Engine:
             )
         return num_prompt + max_tokens
 
-    def _dispatch(self, schedule: Schedule) -> None:
-        plan = self._planner.plan(schedule, self._scheduler.block_tables)
-        results = self._runner.dispatch(plan)
-        self._scheduler.commit(schedule)
+    def _plan(self) -> tuple[Schedule, Plan] | None:
+        with self._clock.measure("plan"):
+            schedule = self._scheduler.schedule()
+            if not schedule:
+                return None
+            return schedule, self._planner.plan(schedule, self._scheduler.block_tables)
+
+    def _dispatch(self, schedule: Schedule, plan: Plan) -> None:
+        with self._clock.measure("dispatch"):
+            results = self._runner.dispatch(plan)
+        with self._clock.measure("plan"):
+            self._scheduler.commit(schedule)
         self._in_flight.append(InFlight(results, plan))
         self._steps += 1
 
@@ -349,7 +374,8 @@ class Engine:
     def _collect(self) -> dict[str, Group]:
         """Waits for the oldest step in flight; returns the groups with news, by id."""
         dispatched, plan = self._in_flight.popleft()
-        results = self._runner.collect(dispatched)
+        with self._clock.measure("wait"):
+            results = self._runner.collect(dispatched)
         self._note_prompt_logprobs(results, plan)
         tokens = results.tokens.tolist()
         updated = {}
@@ -366,6 +392,7 @@ class Engine:
                     )
                 completion.push(tokens[index], logprobs)
                 if not was_finished:
+                    self._generated_tokens += 1
                     updated[group.request_id] = group
             if request.finished:
                 self._retire(request)

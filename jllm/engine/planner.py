@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """What an admitted request writes into its slot before its first step."""
 
     slot: int
-    tokens: Int32s | None  # all it knows, if its options need them and not all will be run
+    tokens: Int32s | None  # (L,): all it knows, if its options need them and not all are run
     rules: Rules | None
 
 
@@ -96,6 +96,7 @@ class Planner:
         # What each slot asks of the sampler: the flags of a SamplerSpec, and a level of logprobs.
         self._features = np.zeros((max_num_seqs + 1, 5), np.int32)
         self._owners = [-1] * max_num_seqs  # arrival of the request whose options a slot has
+        self._filled = [0] * max_num_seqs  # leading tokens that its chunks brought to the device
         self._processors: dict[int, LogitsProcessor] = {}  # by slot
 
     def plan(self, schedule: Schedule, block_tables: NDArray[np.int32]) -> Plan:
@@ -122,8 +123,9 @@ class Planner:
             start += chunk.length
             starts[index + 1] = start
             rows.append(Row(row, request, chunk.samples))
-            if self._owners[request.slot] != request.arrival:
-                self._enter(request, chunk, entries)
+            entry = self._enter(chunk)
+            if entry is not None:
+                entries.append(entry)
         starts[len(prefill) + 1 :] = start
         views["slots"][:] = slots
         views["context_lens"][:] = lens
@@ -149,18 +151,23 @@ class Planner:
             _prompt_plan(prefill, spec.num_prefill),
         )
 
-    def _enter(self, request: Request, chunk: Chunk, entries: list[Entry]) -> None:
-        """Notes the options of a request that was admitted to this slot. One that comes back to
-        the slot it had finds everything as it left it, on the device too."""
-        slot = request.slot
-        self._owners[slot] = request.arrival
-        self._set_options(request)
-        tokens = None
-        if request.needs_history and chunk.start > 0:  # a cached prefix does not run
+    def _enter(self, chunk: Chunk) -> Entry | None:
+        """Notes the options of a request that is new in its slot, and says what the device must
+        be told before it runs this chunk. One that comes back to the slot it had before finds
+        its options there, on the device too."""
+        request, slot = chunk.request, chunk.request.slot
+        rules, tokens = None, None
+        if self._owners[slot] != request.arrival:
+            self._owners[slot] = request.arrival
+            self._filled[slot] = 0
+            self._set_options(request)
+            rules = request.rules
+        # Tokens that are skipped, since their KV was found in the prefix cache or swapped in.
+        if request.needs_history and chunk.start > self._filled[slot]:
             tokens = np.zeros(self._max_model_len, np.int32)
             tokens[: request.num_known] = request.tokens[: request.num_known]
-        if tokens is not None or request.rules is not None:
-            entries.append(Entry(slot, tokens, request.rules))
+        self._filled[slot] = chunk.start + chunk.length
+        return None if tokens is None and rules is None else Entry(slot, tokens, rules)
 
     def _set_options(self, request: Request) -> None:
         p, slot = request.params, request.slot

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jllm.cache.block_pool import Blocks
 from jllm.config import EngineConfig, ModelConfig
 from jllm.engine import step
 from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
@@ -23,6 +24,7 @@ from jllm.models.sampler import Sampled, SamplerSpec
 from jllm.params import Params
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
+BLOCKS_PER_COPY = 32  # blocks moved to or from host memory by one program
 CPU_KV_BYTES = 1 << 30
 GPU_KV_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
 
@@ -166,6 +168,37 @@ class Runner:
                 f"{logits.shape}, not {result}."
             )
 
+    def read_blocks(self, blocks: Blocks) -> list[NDArray[Any]]:
+        """Per layer the content (n, 2, K, S, D) of blocks (n,), on the host."""
+        parts = [
+            [np.asarray(array) for array in step.read_blocks(self._cache, padded)]
+            for padded in _in_copies(blocks)
+        ]
+        return [np.concatenate(layer)[: len(blocks)] for layer in zip(*parts, strict=True)]
+
+    def write_blocks(self, blocks: Blocks, content: list[NDArray[Any]], first: int) -> None:
+        """Puts ``content`` from its block ``first`` on into blocks (n,)."""
+        for index, padded in enumerate(_in_copies(blocks)):
+            start = first + index * BLOCKS_PER_COPY
+            parts = [layer[start : start + BLOCKS_PER_COPY] for layer in content]
+            missing = BLOCKS_PER_COPY - len(parts[0])
+            if missing:
+                widths = [(0, missing)] + [(0, 0)] * (parts[0].ndim - 1)
+                parts = [np.pad(part, widths) for part in parts]
+            self._cache = step.write_blocks(self._cache, padded, parts)
+
+    def warm_up_copies(self) -> None:
+        """Compiles the two programs that swapping needs."""
+        before = compiles_so_far()
+        scratch = np.zeros(1, np.int32)
+        self.write_blocks(scratch, self.read_blocks(scratch), 0)
+        self.num_compiles += compiles_so_far() - before
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers."""
+        return sum(kv.nbytes // len(kv) for kv in self._cache)
+
     def memory_bytes(self) -> int:
         """Bytes of weights, cache and per-request tables."""
         leaves = jax.tree.leaves((self.params, self._cache, self._tokens, self._rules))
@@ -175,6 +208,12 @@ class Runner:
 def _on_host(arrays: Iterable[jax.Array | None] | None) -> TokenLogprobs | None:
     on_host = [np.asarray(array) for array in arrays or () if array is not None]
     return TokenLogprobs(*on_host) if on_host else None
+
+
+def _in_copies(blocks: Blocks) -> list[Blocks]:
+    """Cuts blocks into copies of one size, so that one program serves all; padding is scratch."""
+    padded = np.pad(blocks, (0, -len(blocks) % BLOCKS_PER_COPY))
+    return list(padded.reshape(-1, BLOCKS_PER_COPY))
 
 
 def arrays_of(params: Params) -> Params:

@@ -108,6 +108,18 @@ def forward(
     return cache, tokens, head(params, hidden[last]), hidden[spec.num_decode :]
 
 
+@jax.jit
+def read_blocks(cache: Cache, blocks: Array) -> Cache:
+    """Per layer the content (n, 2, K, S, D) of blocks (n,)."""
+    return [kv[blocks] for kv in cache]
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def write_blocks(cache: Cache, blocks: Array, content: Cache) -> Cache:
+    """The cache, in place, with ``content`` as ``read_blocks`` gave it in these blocks."""
+    return [kv.at[blocks].set(new) for kv, new in zip(cache, content, strict=True)]
+
+
 @functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("tokens",))
 def sample(
     tokens: Array, rules: Rules, logits: Array, raw: Array, plan: Array, *, spec: SamplerSpec
