@@ -65,7 +65,7 @@ BAD: Mapping[str, list[Any]] = {
     "frequency_penalty": [2.1, -2.1, *BAD_FLOATS],
     "repetition_penalty": [0, -1, 1e-9, 101, *BAD_FLOATS],  # CASES 22: 0 gave inf
     "logit_bias": [{-1: 1.0}, {"1": 1.0}, {1: 101}, {1: -101}, {1: NAN}, {1: INF}, {1: None}, [1],
-                   "x", {i: 1 for i in range(1025)}],
+                   "x", dict.fromkeys(range(1025), 1)],
     "allowed_token_ids": [[], [-1], ["1"], [True], 5, "12"],
     "bad_words": ["word", [""], ["  "], [[]], [[-1]], [5], [["a"]], None, ["x"] * 1025],
     "logprobs": [-2, 21, *BAD_INTS],

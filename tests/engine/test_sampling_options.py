@@ -328,9 +328,12 @@ def test_what_cannot_work_is_refused_before_it_is_queued(
 
 
 def test_bad_words_as_text_need_a_tokenizer() -> None:
-    with jllm.Engine(tiny_model(), engine().config) as e:
-        with pytest.raises(ValueError, match="'word', but the model has no tokenizer; give token"):
-            e.add_request(PROMPT, jllm.SamplingParams(bad_words=["word"]))
+    message = "'word', but the model has no tokenizer; give token ids"
+    with (
+        jllm.Engine(tiny_model(), engine().config) as e,
+        pytest.raises(ValueError, match=message),
+    ):
+        e.add_request(PROMPT, jllm.SamplingParams(bad_words=["word"]))
 
 
 def test_a_bad_word_is_meant_with_and_without_a_space_before_it() -> None:
