@@ -32,6 +32,7 @@ from jllm.engine.rules import request_rules
 from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
+from jllm.models.logit_rules import Rules
 from jllm.models.sampler import SamplerSpec
 from jllm.outputs import Logprob, RequestOutput
 from jllm.params import Params
@@ -119,6 +120,7 @@ class Engine:
         self._aborted: list[Group] = []
         self._clock = StepClock()
         self._log = PeriodicLog(c.stats_interval_s)
+        self._last_rules: tuple[SamplingParams, Rules | None] | None = None
         self._arrivals = 0
         self._steps = 0
         self._prompt_tokens = 0
@@ -173,10 +175,7 @@ class Engine:
             raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")
         prompt_ids = self._prompt_ids(prompt)
         length = self._total_length(len(prompt_ids), params)
-        eos = self.model_config.eos_token_ids
-        rules = request_rules(params, self.tokenizer, eos, self.model_config.vocab_size)
-        if params.logits_processor is not None:
-            self._runner.check_processor(params.logits_processor)
+        rules = self._rules_of(params)
         name = request_id or f"request-{self._arrivals}"
         if name in self._groups:
             name = f"{name}#{self._arrivals}"
@@ -200,7 +199,7 @@ class Engine:
                 rules=rules,
             )
             self._arrivals += 1
-            completions.append(Completion(request, self.tokenizer, eos))
+            completions.append(Completion(request, self.tokenizer, self.model_config.eos_token_ids))
             self._scheduler.add(request)
         self._prompt_tokens += len(prompt_ids)
         text = prompt if isinstance(prompt, str) else None
@@ -325,6 +324,17 @@ class Engine:
                     f"The prompt has token id {token}, outside the vocabulary of {vocab_size}."
                 )
         return ids
+
+    def _rules_of(self, params: SamplingParams) -> Rules | None:
+        """What the device must be told of these options; kept, since a batch of many prompts
+        often shares one SamplingParams and a long list takes milliseconds to tokenise."""
+        if self._last_rules is None or self._last_rules[0] is not params:
+            model = self.model_config
+            rules = request_rules(params, self.tokenizer, model.eos_token_ids, model.vocab_size)
+            if params.logits_processor is not None:
+                self._runner.check_processor(params.logits_processor)
+            self._last_rules = params, rules
+        return self._last_rules[1]
 
     def _total_length(self, num_prompt: int, params: SamplingParams) -> int:
         """Prompt plus output, in tokens."""
