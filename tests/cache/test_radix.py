@@ -142,6 +142,14 @@ def test_salts_have_trees_of_their_own_that_vanish_when_empty() -> None:
     assert not cache._roots
 
 
+def test_the_heap_of_leaves_does_not_grow_with_every_request() -> None:
+    cache = Cache()
+    for _ in range(500):
+        cache.pass_through(prompt(1, 2))
+    assert len(cache._leaves) < 100
+    assert cache.acquire(ids(), 20) is not None
+
+
 def test_reset_forgets_everything_and_keeps_what_is_held() -> None:
     cache = Cache()
     cache.pass_through(prompt(1, 2))
