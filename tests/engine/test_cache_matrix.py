@@ -86,7 +86,8 @@ def test_a_trace_of_2000_requests_with_shared_prefixes_aborts_and_preemption_lea
     prefixes = random_prompts(rng.integers(16, 64, 20), seed=4)
     config = jllm.EngineConfig(
         max_num_seqs=16,
-        num_kv_blocks=50,
+        block_size=4,
+        num_kv_blocks=160,
         max_model_len=160,
         preemption="swap",
         swap_space_gib=0.0001,
