@@ -24,13 +24,15 @@ from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
 from jllm.engine.batch import Buckets
 from jllm.engine.completion import Completion
-from jllm.engine.planner import Plan, Planner, Row, all_sampler_specs
+from jllm.engine.logprobs import PromptLogprobs, logprobs_of
+from jllm.engine.planner import Plan, Planner, all_sampler_specs
 from jllm.engine.queue import POLICIES
 from jllm.engine.request import Request
-from jllm.engine.runner import Results, Runner
+from jllm.engine.rules import request_rules
+from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
-from jllm.models.sampler import Sampled, SamplerSpec
+from jllm.models.sampler import SamplerSpec
 from jllm.outputs import Logprob, RequestOutput
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
@@ -42,8 +44,8 @@ Prompt = str | Sequence[int]
 class InFlight(NamedTuple):
     """A dispatched step."""
 
-    sampled: Sampled
-    rows: list[Row]
+    results: Dispatched
+    plan: Plan
 
 
 @dataclass(slots=True)
@@ -54,7 +56,15 @@ class Group:
     prompt: str | None
     prompt_ids: list[int]
     completions: list[Completion]
+    prompt_logprobs: PromptLogprobs | None
     stream: bool
+
+    def take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The logprobs of the prompt, if they were asked for, are complete, and not shown yet."""
+        entries = None if self.prompt_logprobs is None else self.prompt_logprobs.complete
+        if entries is not None:
+            self.prompt_logprobs = None
+        return entries
 
 
 class Engine:
@@ -80,7 +90,7 @@ class Engine:
         self._runner = Runner(params, config or EngineConfig())
         self.config = c = self._runner.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_num_batched_tokens
-        assert c.max_prefill_seqs and c.prefill_buckets
+        assert c.max_prefill_seqs and c.prefill_buckets and c.max_model_len
         self.model_config = params.config
         self.tokenizer = params.tokenizer
         self._buckets = Buckets.of(c)
@@ -103,7 +113,7 @@ class Engine:
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
         )
-        self._planner = Planner(self._buckets, c.max_num_seqs)
+        self._planner = Planner(self._buckets, c.max_num_seqs, c.max_model_len)
         self._groups: dict[str, Group] = {}
         self._of_request: dict[str, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
@@ -164,8 +174,9 @@ class Engine:
 
         Raises:
           ValueError: the request could never run: an empty prompt, an id outside the vocabulary,
-            text without a tokenizer, a prompt that leaves no room for a token, or too many
-            blocks for the whole pool. Nothing is queued then.
+            text without a tokenizer, a prompt that leaves no room for a token, too many blocks
+            for the whole pool, options that forbid every token, or a logits_processor that JAX
+            cannot trace. Nothing is queued then.
         """
         self._check_open()
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -175,7 +186,11 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")
         prompt_ids = self._prompt_ids(prompt)
-        length = self._total_length(len(prompt_ids), params.max_tokens)
+        length = self._total_length(len(prompt_ids), params)
+        eos = self.model_config.eos_token_ids
+        rules = request_rules(params, self.tokenizer, eos, self.model_config.vocab_size)
+        if params.logits_processor is not None:
+            self._runner.check_processor(params.logits_processor)
         name = request_id or f"request-{self._arrivals}"
         if name in self._groups:
             name = f"{name}#{self._arrivals}"
@@ -193,15 +208,20 @@ class Engine:
                 num_prompt=len(prompt_ids),
                 params=params,
                 cache_salt=cache_salt,
+                priority=params.priority,
                 sample=sample,
                 seed=seed,
+                rules=rules,
             )
             self._arrivals += 1
-            completions.append(Completion(request, self.tokenizer, self.model_config.eos_token_ids))
+            completions.append(Completion(request, self.tokenizer, eos))
             self._scheduler.add(request)
         self._prompt_tokens += len(prompt_ids)
         text = prompt if isinstance(prompt, str) else None
-        group = Group(name, text, prompt_ids, completions, stream)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = PromptLogprobs(prompt_ids, params.prompt_logprobs, self.tokenizer)
+        group = Group(name, text, prompt_ids, completions, prompt_logprobs, stream)
         self._groups[name] = group
         for completion in completions:
             self._of_request[completion.request.id] = group, completion
@@ -259,7 +279,8 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def warm_up(self, samplers: Sequence[SamplerSpec] | None = None) -> int:
-        """Compiles and runs every program a request could need, so that none is compiled later.
+        """Compiles and runs every program a request could need, so that none is compiled later,
+        except for those of ``logprobs=-1`` and of a ``logits_processor``.
 
         Returns how many programs were compiled or read from the compilation cache.
         """
@@ -271,6 +292,9 @@ class Engine:
             for sampler in samplers if spec.num_rows not in rows_done else samplers[:1]:
                 self._runner.warm_up(spec, sampler)
             rows_done.add(spec.num_rows)
+        for num_prefill in self._buckets.prefill:
+            self._runner.warm_up_prompt_logprobs(num_prefill)
+        self._runner.warm_up_entries()
         if self.config.preemption == "swap":
             self._runner.warm_up_copies()
         return self._runner.num_compiles - before
@@ -319,8 +343,9 @@ class Engine:
                 )
         return ids
 
-    def _total_length(self, num_prompt: int, max_tokens: int | None) -> int:
+    def _total_length(self, num_prompt: int, params: SamplingParams) -> int:
         """Prompt plus output, in tokens."""
+        max_tokens = params.max_tokens
         limit = self.config.max_model_len
         assert limit
         if num_prompt >= limit:
@@ -329,6 +354,11 @@ class Engine:
                 f"max_model_len is {limit}."
             )
         if max_tokens is None:
+            if num_prompt + params.min_tokens > limit:
+                raise ValueError(
+                    f"The prompt has {num_prompt} tokens and min_tokens is {params.min_tokens}: "
+                    f"together more than max_model_len, {limit}."
+                )
             return limit
         if num_prompt + max_tokens > limit:
             raise ValueError(
@@ -346,10 +376,10 @@ class Engine:
 
     def _dispatch(self, schedule: Schedule, plan: Plan) -> None:
         with self._clock.measure("dispatch"):
-            sampled = self._runner.dispatch(plan.forward, plan.spec, plan.sample, plan.sampler)
+            results = self._runner.dispatch(plan)
         with self._clock.measure("plan"):
             self._scheduler.commit(schedule)
-        self._in_flight.append(InFlight(sampled, plan.rows))
+        self._in_flight.append(InFlight(results, plan))
         self._steps += 1
 
     def _drain(self) -> dict[str, Group]:
@@ -360,17 +390,23 @@ class Engine:
 
     def _collect(self) -> dict[str, Group]:
         """Waits for the oldest step in flight; returns the groups with news, by id."""
-        step = self._in_flight.popleft()
+        dispatched, plan = self._in_flight.popleft()
         with self._clock.measure("wait"):
-            results = self._runner.collect(step.sampled)
+            results = self._runner.collect(dispatched)
+        self._note_prompt_logprobs(results, plan)
         tokens = results.tokens.tolist()
         updated = {}
-        for index, request, samples in step.rows:
+        for index, request, samples in plan.rows:
             request.in_flight -= 1
             if samples:
                 group, completion = self._of_request[request.id]
                 was_finished = request.finished
-                logprobs = self._logprobs(results, index, tokens[index], request.params.logprobs)
+                logprobs = None
+                if request.params.logprobs is not None and results.logprobs is not None:
+                    count = request.params.logprobs
+                    logprobs = logprobs_of(
+                        results.logprobs, index, tokens[index], count, self.tokenizer
+                    )
                 completion.push(tokens[index], logprobs)
                 if not was_finished:
                     self._generated_tokens += 1
@@ -385,21 +421,13 @@ class Engine:
             self._scheduler.release(request)
             self._of_request.pop(request.id)
 
-    def _logprobs(
-        self, results: Results, row: int, token: int, count: int | None
-    ) -> dict[int, Logprob] | None:
-        if count is None or results.logprobs is None:
-            return None
-        found = {token: self._logprob(token, float(results.logprobs[row]))}
-        if count and results.top_ids is not None and results.top_logprobs is not None:
-            ids, values = results.top_ids[row, :count], results.top_logprobs[row, :count]
-            for other, value in zip(ids.tolist(), values.tolist(), strict=True):
-                found.setdefault(other, self._logprob(other, value))
-        return found
-
-    def _logprob(self, token: int, value: float) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.token_string(token)
-        return Logprob(value, text)
+    def _note_prompt_logprobs(self, results: Results, plan: Plan) -> None:
+        if plan.prompt is None or results.prompt is None:
+            return
+        for request, position, offset, length in plan.prompt.chunks:
+            group, _ = self._of_request[request.id]
+            if group.prompt_logprobs is not None:
+                group.prompt_logprobs.add(results.prompt, position, offset, length)
 
     def _report(self, updated: dict[str, Group]) -> list[RequestOutput]:
         outputs = []
@@ -415,7 +443,14 @@ class Engine:
             else:
                 continue
             outputs.append(
-                RequestOutput(group.request_id, group.prompt, group.prompt_ids, parts, finished)
+                RequestOutput(
+                    group.request_id,
+                    group.prompt,
+                    group.prompt_ids,
+                    parts,
+                    finished,
+                    group.take_prompt_logprobs(),
+                )
             )
         self._aborted.clear()
         return outputs

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from jllm.models.logit_rules import Rules
 from jllm.outputs import FinishReason
 from jllm.sampling_params import SamplingParams
 
@@ -33,6 +34,7 @@ class Request:
       priority: lower goes first, under the priority policy.
       sample: which of the prompt's n samples this is.
       seed: 64-bit seed of its random draws.
+      rules: what the device must know of its bias and masks, if it has any.
       num_known: tokens that the host knows.
       pending: tokens that the device has sampled, or is sampling, and the host does not know.
       computed: leading tokens whose KV is in the cache, steps in flight included.
@@ -57,6 +59,7 @@ class Request:
     priority: int = 0
     sample: int = 0
     seed: int = 0
+    rules: Rules | None = None
     num_known: int = 0
     pending: int = 0
     computed: int = 0
@@ -90,6 +93,24 @@ class Request:
     def decoding(self) -> bool:
         """The next token to run was sampled on the device, so it is not sent from here."""
         return self.computed >= self.resident
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Prompt logprobs are computed once per prompt, by its first sample."""
+        return self.params.prompt_logprobs is not None and self.sample == 0
+
+    @property
+    def needs_full_prefill(self) -> bool:
+        """Every token must be run: a cached prefix has keys and values, but no logits."""
+        return self.scores_prompt
+
+    @property
+    def needs_history(self) -> bool:
+        """Its options look at all earlier tokens, so the token table must hold them even where
+        a cached prefix spares the device running them."""
+        p = self.params
+        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+        return bool(penalised or p.bad_words or p.logits_processor is not None)
 
     @property
     def finished(self) -> bool:

@@ -212,12 +212,14 @@ class Scheduler:
             self.waiting.push(request)
 
     def _match(self, request: Request) -> Blocks:
+        if request.needs_full_prefill:
+            return NO_TOKENS
         return self.cache.match(request.tokens[: request.num_known], request.cache_salt)
 
     def _is_being_computed(self, request: Request, num_cached: int) -> bool:
         """Whether a running request is about to compute the next block that this one needs: then
         it pays to wait until that is published, and read it."""
-        if not self.cache.shares:
+        if not self.cache.shares or request.needs_full_prefill:
             return False
         end = (num_cached + 1) * self._block_size
         if end >= request.num_known:
