@@ -59,6 +59,69 @@ def test_generate_again_with_new_weights_compiles_nothing() -> None:
     assert runner.compiles_so_far() == before
 
 
+@pytest.mark.parametrize("make", [np.array, jnp.asarray, tuple], ids=["numpy", "jax", "tuple"])
+def test_ids_may_be_arrays(make: object) -> None:
+    one, two = random_prompts([5, 5])
+    expected = [greedy(one, 3), greedy(two, 3)]
+    for prompts in ([make(one), make(two)], make([make(one), make(two)])):  # type: ignore[operator]
+        outputs = generate(prompts, greedy_params(3))
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([1.5, 2], "integer token ids, not float64"),
+        ([[1, 2], [3.5]], r"prompts\[1\]: .*not float64"),
+        ([[[1]]], r"not int64 of shape \(1, 1\)"),
+        (None, "must be text, token ids, or a list of either, not None"),
+    ],
+    ids=str,
+)
+def test_prompts_of_a_wrong_type_are_refused(prompts: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(prompts, greedy_params(2))
+
+
+def test_arguments_of_a_wrong_type_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"params must be jllm.Params.*not 'smollm2'"):
+        jllm.generate("smollm2", "hello")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be a SamplingParams, not \{'temperature': 0\}"):
+        generate([[1], [2]], [{"temperature": 0}] * 2)
+    with pytest.raises(ValueError, match="init needs a ModelConfig.*not 'tiny'"):
+        jllm.init("tiny", jax.random.key(0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="load needs a name or a path, not None"):
+        jllm.load(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp32"])
+def test_a_dtype_that_weights_cannot_have_is_refused(dtype: str) -> None:
+    config = jllm.ModelConfig.preset("tiny")
+    with pytest.raises(ValueError, match=f"dtype must be one of float32.*not '{dtype}'"):
+        jllm.init(config, jax.random.key(0), dtype=dtype)
+    with pytest.raises(ValueError, match=f"not '{dtype}'"):
+        jllm.load("anything", dtype=dtype)
+
+
+def test_broken_weights_spoil_no_later_request() -> None:
+    prompt = random_prompts([40])[0]
+    broken = jax.tree.map(lambda x: x * jnp.nan, tiny_model())
+    jllm.generate(broken, prompt, greedy_params(4), config=CONFIG, use_tqdm=False)
+    assert generate(prompt, greedy_params(4))[0].outputs[0].token_ids == greedy(prompt, 4)
+
+
+def test_params_of_mixed_dtypes_do_not_meet_an_engine_of_others() -> None:
+    prompt = random_prompts([5])[0]
+    mixed = tiny_model().replace(final_norm=tiny_model().final_norm.astype("bfloat16"))  # type: ignore[attr-defined]
+    jllm.generate(mixed, prompt, greedy_params(2), config=CONFIG, use_tqdm=False)
+    assert generate(prompt, greedy_params(2))[0].outputs[0].token_ids == greedy(prompt, 2)
+
+
+def test_logprobs_of_unknown_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="token id 600, outside the vocabulary of 512"):
+        jllm.logprobs(tiny_model(), jnp.asarray([1, 600]))
+
+
 def test_a_refused_prompt_leaves_generate_usable() -> None:
     good = random_prompts([5])[0]
     with pytest.raises(ValueError, match="empty"):

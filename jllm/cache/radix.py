@@ -150,12 +150,9 @@ class RadixCache:
         self._pool.retain(np.array(added, np.int32))
 
     def _take(self, blocks: Blocks) -> None:
-        """Takes a reference of blocks in the tree, whose entries in the heap become stale."""
+        """Takes a reference of blocks in the tree."""
         self._num_evictable -= int((self._pool.references(blocks) == 1).sum())
         self._pool.retain(blocks)
-        self._clock += 1
-        for block in blocks.tolist():
-            self._nodes[block].last_used = self._clock
 
     def _drop(self, blocks: Blocks) -> None:
         """Drops a reference of blocks; those that only the tree now holds become evictable."""
@@ -169,6 +166,10 @@ class RadixCache:
 
     def _queue_leaf(self, node: Node) -> None:
         heapq.heappush(self._leaves, (node.last_used, next(self._order), node))
+        if len(self._leaves) > 2 * len(self._nodes) + 64:  # mostly stale: start afresh
+            leaves = [n for n in self._nodes.values() if not n.children and self._is_evictable(n)]
+            self._leaves = [(n.last_used, next(self._order), n) for n in leaves]
+            heapq.heapify(self._leaves)
 
     def _evict(self, count: int) -> None:
         """Frees the blocks of ``count`` least recently used leaves, parents once they are bare."""

@@ -38,6 +38,7 @@ from jllm.outputs import Logprob, RequestOutput
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
 
+# Ids may also be a one-dimensional integer array of numpy or JAX.
 Prompt = str | Sequence[int]
 
 
@@ -118,6 +119,7 @@ class Engine:
         self._of_request: dict[str, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._aborted: list[Group] = []
+        self._closed = False
         self._clock = StepClock()
         self._log = PeriodicLog(c.stats_interval_s)
         self._last_rules: tuple[SamplingParams, Rules | None] | None = None
@@ -139,11 +141,20 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Aborts what is unfinished and frees the device memory; the engine is then unusable."""
+        """Aborts what is unfinished and frees the device memory. Closing again does nothing;
+        every other call raises RuntimeError."""
+        if self._closed:
+            return
         for request_id in list(self._groups):
             self.abort(request_id)
         self._drain()
-        del self._runner
+        self._aborted.clear()
+        self._closed = True
+        self._runner.free()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This engine is closed; make a new one.")
 
     def add_request(
         self,
@@ -169,7 +180,10 @@ class Engine:
             for the whole pool, options that forbid every token, or a logits_processor that JAX
             cannot trace. Nothing is queued then.
         """
-        params = sampling_params or SamplingParams()
+        self._check_open()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, not {params!r}.")
         params.check_vocab(self.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")
@@ -218,6 +232,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, collects the one before, and reports what is new."""
+        self._check_open()
         updated: dict[str, Group] = {}
         try:
             plan = self._plan()
@@ -254,6 +269,7 @@ class Engine:
 
         Raises ValueError if shapes or dtypes differ.
         """
+        self._check_open()
         self._runner.update_params(params)
         self.reset_prefix_cache()
 
@@ -267,6 +283,7 @@ class Engine:
 
         Returns how many programs were compiled or read from the compilation cache.
         """
+        self._check_open()
         before = self._runner.num_compiles
         samplers = all_sampler_specs() if samplers is None else samplers
         rows_done: set[int] = set()
@@ -314,7 +331,7 @@ class Engine:
                 raise ValueError("The prompt is text, but the model has no tokenizer; give ids.")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _as_ids(prompt)
         if not ids:
             raise ValueError("The prompt is empty: it must hold at least one token.")
         vocab_size = self.model_config.vocab_size
@@ -447,3 +464,16 @@ class Engine:
             )
         self._aborted.clear()
         return outputs
+
+
+def _as_ids(prompt: Sequence[int]) -> list[int]:
+    array = np.asarray(prompt if hasattr(prompt, "dtype") else list(prompt))
+    if array.size == 0:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            "A prompt must be text or a flat sequence of integer token ids, "
+            f"not {array.dtype} of shape {array.shape}."
+        )
+    ids: list[int] = array.tolist()
+    return ids

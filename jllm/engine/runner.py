@@ -67,6 +67,10 @@ class Runner:
         self._rules = empty_rules(c.max_num_seqs + 1, params.config.vocab_size)
         self.num_compiles = 0  # programs compiled, or read from the compilation cache, by steps
 
+    def free(self) -> None:
+        """Drops the weights, the cache and the token table."""
+        del self.params, self._cache, self._tokens
+
     def update_params(self, params: Params) -> None:
         """Replaces the weights; nothing is compiled again.
 

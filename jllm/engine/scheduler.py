@@ -106,7 +106,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Waiting requests whose KV is in host memory."""
-        return len(self._swap_space) if self._swap_space else 0
+        return 0 if self._swap_space is None else len(self._swap_space)
 
     def add(self, request: Request) -> None:
         self.waiting.push(request)
@@ -147,7 +147,7 @@ class Scheduler:
             self._vacate(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-            if self._swap_space:
+            if self._swap_space is not None:
                 self._swap_space.discard(request.id)
 
     def preempt(self, request: Request) -> None:
@@ -155,7 +155,7 @@ class Scheduler:
         assert request.in_flight == 0 and request.pending == 0
         self.counters.preemptions += 1
         filled = request.blocks[: -(-request.computed // self._block_size)]
-        if self._swap_space and self._swap_space.store(request.id, filled):
+        if self._swap_space is not None and self._swap_space.store(request.id, filled):
             self.counters.swaps += 1
         self._vacate(request)
         if self._swap_space is None or request.id not in self._swap_space:
@@ -247,7 +247,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self._give_blocks(request, blocks)
         found = len(cached) * self._block_size
-        if self._swap_space and request.id in self._swap_space:
+        if self._swap_space is not None and request.id in self._swap_space:
             filled = -(-request.computed // self._block_size)
             self._swap_space.restore(request.id, blocks[len(cached) : filled], len(cached))
         request.computed = max(request.computed, found)
