@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--out", help="a JSON file to write")
     parser.add_argument("--calls", type=int, default=CALLS)
     options = parser.parse_args()
+    load = [round(os.getloadavg()[0], 2)]
     params = jllm.load(MODEL, dtype="float32")
     for kind in KINDS.values():
         seconds_of_a_call(params, kind)  # compiles
@@ -100,6 +101,7 @@ def main() -> None:
             "versions": f"jllm {jllm.__version__}, jax {jax.__version__}, "
             f"Python {platform.python_version()}",
             "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+            "load_average_before_and_after": [*load, round(os.getloadavg()[0], 2)],
             "model": f"{MODEL}, float32",
             "batch": f"{BATCH} prompts of {PROMPT} tokens, {NEW} new tokens each",
             "tokens_per_s": rates,
