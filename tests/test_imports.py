@@ -12,7 +12,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 TEXT = ["jllm.chat_template", "jllm.detokenizer", "jllm.tokenizer", "jllm.tokenizer_files"]
-DATA = ["jllm.config", "jllm.sampling_params", "jllm.outputs", "jllm.params", *TEXT]
+DATA = [
+    "jllm.compilation",
+    "jllm.config",
+    "jllm.sampling_params",
+    "jllm.outputs",
+    "jllm.params",
+    *TEXT,
+]
 ENGINE = [*DATA, "jllm.cache", "jllm.engine", "jllm.models", "jllm.parallel", "jllm.weights"]
 
 # Module or package -> what it may import of jllm, besides itself. The longest row that matches
@@ -20,6 +27,7 @@ ENGINE = [*DATA, "jllm.cache", "jllm.engine", "jllm.models", "jllm.parallel", "j
 # offers all of it: nothing below api may import that.
 MAY_IMPORT = {
     "jllm.kernels": [],
+    "jllm.compilation": [],
     "jllm.config": [],
     "jllm.sampling_params": [],
     "jllm.outputs": [],

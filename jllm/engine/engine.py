@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
-
-import numpy as np
 
 from jllm.cache.block_pool import BlockPool
 from jllm.cache.naive import NaiveCache
@@ -24,21 +21,19 @@ from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
 from jllm.engine.batch import Buckets
 from jllm.engine.completion import Completion
-from jllm.engine.logprobs import PromptLogprobs, logprobs_of
+from jllm.engine.group import Group
+from jllm.engine.intake import Intake, Prompt
+from jllm.engine.logprobs import logprobs_of
 from jllm.engine.planner import Plan, Planner, all_sampler_specs
 from jllm.engine.queue import POLICIES
 from jllm.engine.request import Request
-from jllm.engine.rules import request_rules
 from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
 from jllm.models.sampler import SamplerSpec
-from jllm.outputs import Logprob, RequestOutput
+from jllm.outputs import RequestOutput
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
-
-# Ids may also be a one-dimensional integer array of numpy or JAX.
-Prompt = str | Sequence[int]
 
 
 class InFlight(NamedTuple):
@@ -46,25 +41,6 @@ class InFlight(NamedTuple):
 
     results: Dispatched
     plan: Plan
-
-
-@dataclass(slots=True)
-class Group:
-    """A prompt and its n samples, as the caller sees them."""
-
-    request_id: str
-    prompt: str | None
-    prompt_ids: list[int]
-    completions: list[Completion]
-    prompt_logprobs: PromptLogprobs | None
-    stream: bool
-
-    def take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """The logprobs of the prompt, if they were asked for, are complete, and not shown yet."""
-        entries = None if self.prompt_logprobs is None else self.prompt_logprobs.complete
-        if entries is not None:
-            self.prompt_logprobs = None
-        return entries
 
 
 class Engine:
@@ -113,19 +89,18 @@ class Engine:
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
         )
+        self._intake = Intake(params.config, params.tokenizer, c.max_model_len)
         self._planner = Planner(self._buckets, c.max_num_seqs, c.max_model_len)
         self._groups: dict[str, Group] = {}
-        self._of_request: dict[str, tuple[Group, Completion]] = {}
+        self._of_request: dict[Request, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._aborted: list[Group] = []
         self._closed = False
         self._clock = StepClock()
         self._log = PeriodicLog(c.stats_interval_s)
-        self._arrivals = 0
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._seeds = np.random.default_rng()
 
     def __enter__(self) -> Engine:
         return self
@@ -179,53 +154,23 @@ class Engine:
             cannot trace. Nothing is queued then.
         """
         self._check_open()
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be a SamplingParams, not {params!r}.")
-        params.check_vocab(self.model_config.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")
-        prompt_ids = self._prompt_ids(prompt)
-        length = self._total_length(len(prompt_ids), params)
-        eos = self.model_config.eos_token_ids
-        rules = request_rules(params, self.tokenizer, eos, self.model_config.vocab_size)
-        if params.logits_processor is not None:
-            self._runner.check_processor(params.logits_processor)
-        name = request_id or f"request-{self._arrivals}"
-        if name in self._groups:
-            name = f"{name}#{self._arrivals}"
-        seed = params.seed
-        if seed is None:
-            seed = int(self._seeds.integers(-(2**63), 2**63 - 1))
-        completions = []
-        for sample in range(params.n):
-            tokens = np.empty(length, np.int32)
-            tokens[: len(prompt_ids)] = prompt_ids
-            request = Request(
-                id=f"{name}/{sample}",
-                arrival=self._arrivals,
-                tokens=tokens,
-                num_prompt=len(prompt_ids),
-                params=params,
-                cache_salt=cache_salt,
-                priority=params.priority,
-                sample=sample,
-                seed=seed,
-                rules=rules,
-            )
-            self._arrivals += 1
-            completions.append(Completion(request, self.tokenizer, eos))
-            self._scheduler.add(request)
-        self._prompt_tokens += len(prompt_ids)
-        text = prompt if isinstance(prompt, str) else None
-        prompt_logprobs = None
-        if params.prompt_logprobs is not None:
-            prompt_logprobs = PromptLogprobs(prompt_ids, params.prompt_logprobs, self.tokenizer)
-        group = Group(name, text, prompt_ids, completions, prompt_logprobs, stream)
-        self._groups[name] = group
-        for completion in completions:
-            self._of_request[completion.request.id] = group, completion
-        return name
+        group = self._intake.make_group(
+            prompt,
+            SamplingParams() if sampling_params is None else sampling_params,
+            request_id=request_id,
+            taken=self._groups,
+            cache_salt=cache_salt,
+            stream=stream,
+        )
+        processor = group.completions[0].request.params.logits_processor
+        if processor is not None:
+            self._runner.check_processor(processor)
+        self._groups[group.request_id] = group
+        self._prompt_tokens += len(group.prompt_ids)
+        for completion in group.completions:
+            self._of_request[completion.request] = group, completion
+            self._scheduler.add(completion.request)
+        return group.request_id
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something left to do or to report."""
@@ -326,47 +271,6 @@ class Engine:
         """Raises AssertionError unless every KV block is accounted for."""
         self._cache.check_integrity(request.blocks for request in self._scheduler.running)
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("The prompt is text, but the model has no tokenizer; give ids.")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = _as_ids(prompt)
-        if not ids:
-            raise ValueError("The prompt is empty: it must hold at least one token.")
-        vocab_size = self.model_config.vocab_size
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"The prompt has token id {token}, outside the vocabulary of {vocab_size}."
-                )
-        return ids
-
-    def _total_length(self, num_prompt: int, params: SamplingParams) -> int:
-        """Prompt plus output, in tokens."""
-        max_tokens = params.max_tokens
-        limit = self.config.max_model_len
-        assert limit
-        if num_prompt >= limit:
-            raise ValueError(
-                f"The prompt has {num_prompt} tokens and needs room for one more, but "
-                f"max_model_len is {limit}."
-            )
-        if max_tokens is None:
-            if num_prompt + params.min_tokens > limit:
-                raise ValueError(
-                    f"The prompt has {num_prompt} tokens and min_tokens is {params.min_tokens}: "
-                    f"together more than max_model_len, {limit}."
-                )
-            return limit
-        if num_prompt + max_tokens > limit:
-            raise ValueError(
-                f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}: together "
-                f"more than max_model_len, {limit}."
-            )
-        return num_prompt + max_tokens
-
     def _plan(self) -> tuple[Schedule, Plan] | None:
         with self._clock.measure("plan"):
             schedule = self._scheduler.schedule()
@@ -399,7 +303,7 @@ class Engine:
         for index, request, samples in plan.rows:
             request.in_flight -= 1
             if samples:
-                group, completion = self._of_request[request.id]
+                group, completion = self._of_request[request]
                 was_finished = request.finished
                 logprobs = None
                 if request.params.logprobs is not None and results.logprobs is not None:
@@ -419,51 +323,23 @@ class Engine:
         """Frees what a finished request holds, once no step in flight touches it."""
         if request.in_flight == 0:
             self._scheduler.release(request)
-            self._of_request.pop(request.id)
+            self._of_request.pop(request)
 
     def _note_prompt_logprobs(self, results: Results, plan: Plan) -> None:
         if plan.prompt is None or results.prompt is None:
             return
         for request, position, offset, length in plan.prompt.chunks:
-            group, _ = self._of_request[request.id]
+            group, _ = self._of_request[request]
             if group.prompt_logprobs is not None:
                 group.prompt_logprobs.add(results.prompt, position, offset, length)
 
     def _report(self, updated: dict[str, Group]) -> list[RequestOutput]:
         outputs = []
         for group in (*updated.values(), *self._aborted):
-            completions = group.completions
-            finished = all(completion.request.finished for completion in completions)
-            if finished:
+            if group.finished:
                 self._groups.pop(group.request_id, None)
-            if group.stream:
-                parts = [c.news() for c in completions if c.has_news]
-            elif finished:
-                parts = [completion.whole() for completion in completions]
-            else:
-                continue
-            outputs.append(
-                RequestOutput(
-                    group.request_id,
-                    group.prompt,
-                    group.prompt_ids,
-                    parts,
-                    finished,
-                    group.take_prompt_logprobs(),
-                )
-            )
+            output = group.report()
+            if output is not None:
+                outputs.append(output)
         self._aborted.clear()
         return outputs
-
-
-def _as_ids(prompt: Sequence[int]) -> list[int]:
-    array = np.asarray(prompt if hasattr(prompt, "dtype") else list(prompt))
-    if array.size == 0:
-        return []
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            "A prompt must be text or a flat sequence of integer token ids, "
-            f"not {array.dtype} of shape {array.shape}."
-        )
-    ids: list[int] = array.tolist()
-    return ids
