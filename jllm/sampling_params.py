@@ -188,6 +188,12 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens so far change the logits."""
+        additive = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return additive or self.repetition_penalty != 1
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raises ValueError for ids that the model does not have."""
         ids: dict[str, Sequence[int]] = {

@@ -12,6 +12,7 @@ from jllm.engine.group import Group
 from jllm.engine.logprobs import PromptLogprobs
 from jllm.engine.request import Request
 from jllm.engine.rules import request_rules
+from jllm.models.logit_rules import Rules
 from jllm.sampling_params import SamplingParams
 from jllm.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ class Intake:
         self._max_model_len = max_model_len
         self._arrivals = 0
         self._seeds = np.random.default_rng()
+        self._last_rules: tuple[SamplingParams, Rules | None] | None = None
 
     def make_group(
         self,
@@ -52,7 +54,7 @@ class Intake:
         tokens = np.zeros(self._total_length(len(ids), params), np.int32)
         tokens[: len(ids)] = ids
         eos = self._model.eos_token_ids
-        rules = request_rules(params, self._tokenizer, eos, self._model.vocab_size)
+        rules = self._rules_of(params)
         seed = params.seed
         if seed is None:
             seed = int(self._seeds.integers(-(2**63), 2**63 - 1))
@@ -77,6 +79,15 @@ class Intake:
         text = prompt if isinstance(prompt, str) else None
         name = self._unique(request_id, taken)
         return Group(name, text, ids, completions, prompt_logprobs, stream)
+
+    def _rules_of(self, params: SamplingParams) -> Rules | None:
+        """The rules of some options, made once for requests in a row that share the object: a
+        large vocabulary's masks take longer than the rest of a request."""
+        if self._last_rules is None or self._last_rules[0] is not params:
+            eos = self._model.eos_token_ids
+            rules = request_rules(params, self._tokenizer, eos, self._model.vocab_size)
+            self._last_rules = params, rules
+        return self._last_rules[1]
 
     def _unique(self, name: str | None, taken: Mapping[str, object]) -> str:
         base = name or "request"

@@ -189,14 +189,13 @@ class Planner:
         options["frequency_penalty"][slot] = p.frequency_penalty
         options["repetition_penalty"][slot] = p.repetition_penalty
         options["processed"][slot] = p.logprobs_mode == "processed"
-        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
         processed = p.logprobs is not None and p.logprobs_mode == "processed"
         filtered = not greedy and (p.top_k > 0 or top_p < 1 or min_p > 0)
         random = not greedy and not filtered
         level = LOGPROBS_LEVELS.index(
             None if p.logprobs is None else p.logprobs if p.logprobs < 1 else MAX_LOGPROBS
         )
-        self._features[slot] = (random, filtered, ruled or bool(penalised), processed, level)
+        self._features[slot] = (random, filtered, ruled or p.has_penalties, processed, level)
         self._processors.pop(slot, None)
         if p.logits_processor is not None:
             self._processors[slot] = p.logits_processor

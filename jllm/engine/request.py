@@ -107,8 +107,7 @@ class Request:
         """Its options look at all earlier tokens, so the token table must hold them even where
         a cached prefix spares the device running them."""
         p = self.params
-        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
-        return bool(penalised or p.bad_words or p.logits_processor is not None)
+        return p.has_penalties or bool(p.bad_words) or p.logits_processor is not None
 
     @property
     def finished(self) -> bool:

@@ -115,7 +115,13 @@ def sample(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> 
         drawn_from = scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
         filters = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         if spec.random:
-            tokens = jnp.where(greedy | filters, tokens, _draw(scaled, rows))
+            plain = ~greedy & ~filters
+            drawn = tokens
+            if spec.filtered:  # a spec may have both for a batch that needs one: see planner.py
+                drawn = lax.cond(plain.any(), lambda: _draw(scaled, rows), lambda: drawn)
+            else:
+                drawn = _draw(scaled, rows)
+            tokens = jnp.where(plain, drawn, tokens)
         if spec.filtered:
             filtered, kept = _draw_filtered(scaled, rows, filters, spec.processed)
             tokens = jnp.where(filters, filtered, tokens)
