@@ -19,7 +19,7 @@ import numpy as np
 from jllm.cache.block_pool import BlockPool
 from jllm.cache.naive import NaiveCache
 from jllm.config import EngineConfig
-from jllm.engine.batch import Buckets
+from jllm.engine.batch import Buckets, StepSpec
 from jllm.engine.completion import Completion
 from jllm.engine.planner import Planner, Row, all_sampler_specs
 from jllm.engine.request import Request
@@ -238,15 +238,24 @@ class Engine:
         """Forgets cached prefixes that no running request holds."""
         self._cache.reset()
 
-    def warm_up(self, samplers: Sequence[SamplerSpec] | None = None) -> int:
+    def warm_up(
+        self,
+        samplers: Sequence[SamplerSpec] | None = None,
+        specs: Sequence[StepSpec] | None = None,
+    ) -> int:
         """Compiles and runs every program a request could need, so that none is compiled later.
+
+        Args:
+          samplers: only these combinations of sampling features.
+          specs: only these step sizes.
 
         Returns how many programs were compiled or read from the compilation cache.
         """
         before = self._runner.num_compiles
         samplers = all_sampler_specs() if samplers is None else samplers
+        specs = self._buckets.all_specs() if specs is None else specs
         rows_done: set[int] = set()
-        for spec in self._buckets.all_specs():
+        for spec in specs:
             for sampler in samplers if spec.num_rows not in rows_done else samplers[:1]:
                 self._runner.warm_up(spec, sampler)
             rows_done.add(spec.num_rows)

@@ -1,0 +1,6 @@
+def add_options(p):
+    pass
+
+
+def main(o):
+    return 0
