@@ -54,6 +54,8 @@ def load(path: str | Path) -> list[Numbers]:
         result = results.read(path)
         invalid = {
             name: f"{row.num_compiles} compiles while the clock ran"
+            if row.num_compiles
+            else "failures or wrong results"
             for name, row in result.rows.items()
             if not row.valid
         }

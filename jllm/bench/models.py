@@ -7,9 +7,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jllm.bench.roofline import HARDWARE, Hardware, hardware
 from jllm.config import PRESETS, EngineConfig, ModelConfig
-from jllm.params import Params
+from jllm.params import Params, init, load
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +87,6 @@ def config_of(options: argparse.Namespace) -> tuple[str, ModelConfig]:
 
 def load_model(options: argparse.Namespace) -> Model:
     """Loads the checkpoint, or makes random weights on the device."""
-    import jax
-
-    from jllm.params import init, load
-
     if options.model and options.load_format == "auto":
         name = Path(options.model).name.removesuffix(".gguf")
         return Model(load(options.model, dtype=options.dtype), name, "checkpoint")

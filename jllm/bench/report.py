@@ -172,11 +172,8 @@ def _provenance(record: Result) -> list[str]:
     if not record.finished:
         lines.append("  - **the run did not finish**")
     lines += [f"  - skipped {name}: {why}" for name, why in record.skipped.items()]
-    gaps = [row.step["host_gap_ms"] for row in record.rows.values() if _has_gap(row.step)]
+    steps = [row.step for row in record.rows.values() if row.step]
+    gaps = [step["host_gap_ms"] for step in steps if "host_gap_ms" in step]
     if gaps:
         lines.append(f"  - host gap per step, at most: {min(gaps):.3f} to {max(gaps):.3f} ms")
     return [*lines, ""]
-
-
-def _has_gap(step: dict[str, float] | None) -> bool:
-    return step is not None and "host_gap_ms" in step

@@ -11,16 +11,10 @@ by key.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import re
-import shlex
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -107,7 +101,7 @@ class Result:
       model: the preset's or the checkpoint's name.
       weights: ``dummy`` (random), ``checkpoint``, or ``server`` (whatever it serves).
       dtype: of the weights.
-      environment: see ``environment``.
+      environment: see environment.py.
       settings: options of the run: the engine's config, seeds, sizes.
       hardware: the roofline's GPU, or None.
       skipped: rows that were asked for and not measured, and why.
@@ -223,13 +217,14 @@ def read(path: str | Path) -> Result:
         check(record)
     except ValueError as error:
         raise ValueError(f"{path} is not a result of jllm.bench: {error}") from error
-    names = {f.name for f in fields(Row)}
-    rows = {
-        name: Row(**{k: tuple(v) if k == "runs" else v for k, v in entry.items() if k in names})
-        for name, entry in record["rows"].items()
-    }
+    rows = {name: _row_of(entry) for name, entry in record["rows"].items()}
     plain = {f.name: record[f.name] for f in fields(Result)}
     return Result(**{**plain, "rows": rows})
+
+
+def _row_of(entry: dict[str, Any]) -> Row:
+    stored: dict[str, Any] = {f.name: entry[f.name] for f in fields(Row)}
+    return Row(**{**stored, "runs": tuple(entry["runs"])})
 
 
 def load_json(path: str | Path) -> Any:
@@ -249,79 +244,3 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", metavar="JSON", help="where to write; printed unless given")
     group.add_argument("--commit", help="of the record, where there is no git checkout")
     group.add_argument("--quiet", action="store_true", help="no progress bars")
-
-
-def environment(command: Sequence[str], commit: str | None, *, device: bool) -> dict[str, Any]:
-    """Versions, GPU, driver, flags, command and commit.
-
-    Args:
-      command: the arguments after ``python -m jllm.bench``.
-      commit: used where there is no git checkout.
-      device: ask JAX which device it uses; False leaves the GPU to the processes that need it.
-    """
-    env: dict[str, Any] = {
-        package: _version(package)
-        for package in ("jllm", "jax", "jaxlib", "jax-triton", "triton", "numpy")
-    }
-    env["python"] = platform.python_version()
-    gpu, driver = _nvidia_smi()
-    if device:
-        import jax
-
-        first = jax.local_devices()[0]
-        env["backend"] = jax.default_backend()
-        env["num_devices"] = jax.local_device_count()
-        gpu = first.device_kind if first.platform == "gpu" else None
-    env |= {
-        "gpu": gpu,
-        "driver": driver,
-        "cpu": _cpu_name(),
-        "cpu_cores": os.cpu_count(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if _matters(k)},
-        "command": shlex.join(["python", "-m", "jllm.bench", *command]),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    head = _output("git", "rev-parse", "HEAD")
-    env["commit"] = head or commit
-    env["dirty"] = bool(_output("git", "status", "--porcelain", "-uno")) if head else None
-    return env
-
-
-def _matters(variable: str) -> bool:
-    return variable.startswith(("JAX_", "XLA_PYTHON_", "JLLM_", "TF_GPU_", "CUDA_VISIBLE"))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        # Imported from a bare checkout.
-        return getattr(sys.modules.get(package), "__version__", None)
-
-
-def _nvidia_smi() -> tuple[str | None, str | None]:
-    """Name of the first GPU, and the driver's version."""
-    line = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    parts = [part.strip() for part in line.splitlines()[0].split(",")] if line else []
-    return (parts[0], parts[1]) if len(parts) == 2 else (None, None)
-
-
-def _output(*command: str) -> str:
-    """What a program prints, or nothing if it fails or does not exist."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_name() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    found = re.search(r"model name\s*:\s*(.+)", info)
-    return found.group(1) if found else platform.processor()

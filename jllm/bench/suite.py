@@ -20,8 +20,9 @@ from jllm.bench.datasets import (
     shared_prefix,
     sharegpt,
 )
+from jllm.bench.environment import environment
 from jllm.bench.models import add_engine_options, add_model_options, int_list, load_model
-from jllm.bench.results import Result, Row, add_record_options, environment
+from jllm.bench.results import Result, Row, add_record_options
 from jllm.bench.rows import (
     LONG_LEN,
     SHORT_LEN,
@@ -180,7 +181,7 @@ def run_rows(benchmark: str, options: argparse.Namespace, rows: Sequence[BenchRo
         str(model.params.dtype),
         env,
         settings={"seed": options.seed, "load_s": time.monotonic() - began, "engines": []},
-        hardware=session.hardware and session.hardware.to_json(),
+        hardware=session.hardware.to_json() if session.hardware else None,
     )
     for spec in _grouped(rows):
         if deadline is not None and time.monotonic() > deadline:
