@@ -7,6 +7,8 @@ that breaks off early must not look fast.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import aiohttp
 
+DRAIN_S = 1.0  # for what a server sends after [DONE], which should be nothing
 MAX_REASON = 300  # characters of a server's answer that are kept
 
 
@@ -118,6 +121,8 @@ async def _read(content: aiohttp.StreamReader, outcome: Outcome, start: float) -
         last = outcome.e2e = now
     if not done:
         raise StreamFailed("the stream ended without [DONE]")
+    with contextlib.suppress(TimeoutError):  # to its end, so that the connection is used again
+        await asyncio.wait_for(content.read(), DRAIN_S)
     if not choices_seen or last is None:
         raise StreamFailed("no chunk had a choice with a token")
     if outcome.counted_by == "chunks":

@@ -65,7 +65,8 @@ def load(path: str | Path) -> list[Numbers]:
         return [Numbers(label, result.model, values, invalid)]
     if not (isinstance(record, dict) and isinstance(record.get("results"), dict)):
         raise ValueError(f"{path} is neither a result of jllm.bench nor a baseline file.")
-    label = f"{record.get('engine', Path(path).stem)} ({record.get('gpu', 'GPU not stated')})"
+    gpu = str(record.get("gpu", "GPU not stated")).partition(" (")[0]  # without its driver
+    label = f"{record.get('engine', Path(path).stem)} ({gpu})"
     found = []
     for model, rows in record["results"].items():
         if not all(isinstance(value, int | float) for value in rows.values()):

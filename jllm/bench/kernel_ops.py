@@ -6,6 +6,7 @@ are written out here in float32, so that they stay independent of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -232,6 +233,7 @@ def attention(
     )
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, scale: float
 ) -> jax.Array:

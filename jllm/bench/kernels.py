@@ -114,17 +114,18 @@ def measure(
     case: Case, limits: timing.Ceilings, key: jax.Array, rotate_bytes: int, tolerance: float
 ) -> Row:
     """Checks one op on fresh inputs and times it on others."""
-    args = case.make(jax.random.fold_in(key, 0))
+    make = jax.jit(case.make)  # one program: made op by op, inputs would take longer than the op
+    args = make(jax.random.fold_in(key, 0))
     error = case.error(args, jax.jit(case.op)(*args))
     total = case.bytes_read + case.bytes_written
     count = timing.num_sets(total, rotate_bytes)
     keys = [jax.random.fold_in(key, index + 1) for index in range(count)]
     if case.in_place:
         carry, *_ = args
-        rest = [case.make(k)[1:] for k in keys]
+        rest = [make(k)[1:] for k in keys]
         timed = timing.time_in_place(case.op, carry, rest)
     else:
-        timed = timing.time_op(case.op, [case.make(k) for k in keys])
+        timed = timing.time_op(case.op, [make(k) for k in keys])
     seconds = statistics.median(timed.seconds)
     mostly_reads = case.bytes_written * 4 <= case.bytes_read
     rate = limits.read_bytes_per_s if mostly_reads else limits.copy_bytes_per_s

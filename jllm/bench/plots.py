@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#1f6fb2", "#d1662b", "#4a9a5b", "#8a5fb0", "#b8a02f", "#777777", "#c2507a", "#3aa7a7")
+MARKERS = "os^Dvx*P"
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -68,7 +69,9 @@ def tpot_against_batch(
     title: str,
     path: str | Path,
 ) -> bool:
-    """Time per output token over the batch, one line per file and context, the roofline dashed.
+    """Time per output token over the batch, a line per file and context, the roofline dashed.
+
+    A file is a colour and a context a marker.
 
     Args:
       series: (label, value by row), one per file.
@@ -77,28 +80,40 @@ def tpot_against_batch(
     Returns whether there was anything to draw.
     """
     drawn = [
-        (f"{label}, context {context}", found, "-o")
-        for label, values in series
+        (context, label, COLORS[index % len(COLORS)], found)
+        for index, (label, values) in enumerate(series)
         for context, found in tpot_points(values).items()
-    ]
-    drawn += [
-        (f"roofline, context {context}", found, "--")
-        for context, found in tpot_points(limits).items()
     ]
     if not drawn:
         return False
-    figure = _figure(7, 4.5)
+    contexts = sorted({context for context, *_ in drawn})
+    drawn += [
+        (context, "roofline", "black", found)
+        for context, found in tpot_points(limits).items()
+        if context in contexts
+    ]
+    figure = _figure(7, 5.5)
     axes = figure.subplots()
-    for index, (label, found, style) in enumerate(drawn):
-        color = "black" if style == "--" else COLORS[index % len(COLORS)]
-        axes.plot(*zip(*found, strict=True), style, label=label, color=color, markersize=4)
+    for context, label, color, found in drawn:
+        marker = MARKERS[contexts.index(context) % len(MARKERS)]
+        style = "--" if label == "roofline" else "-"
+        axes.plot(
+            *zip(*found, strict=True),
+            linestyle=style,
+            marker=marker,
+            color=color,
+            label=f"{label}, context {context}",
+            markersize=5,
+        )
+    batches = sorted({batch for *_, found in drawn for batch, _ in found})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_yscale("log")
     axes.set_xlabel("batch")
     axes.set_ylabel("time per output token, ms")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     _save(figure, path)
     return True
 
@@ -130,7 +145,6 @@ def rate_bars(
             axes.plot([x, x], [low, high], "k--", label=None if i else "roofline")
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(names))], names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.set_xlabel("tokens per second (each row's name says which tokens)")
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.12)

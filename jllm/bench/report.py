@@ -89,7 +89,7 @@ def _model_section(
     pictures = (
         (plots.rate_bars(columns, limits, name, folder / f"{slug}-rates.png"), "rates"),
         (plots.tpot_against_batch(columns, bounds, name, folder / f"{slug}-tpot.png"), "tpot"),
-        (plots.step_time_bars(_steps(records), name, folder / f"{slug}-step.png"), "step"),
+        (plots.step_time_bars(steps_by_kind(records), name, folder / f"{slug}-step.png"), "step"),
     )
     lines += [f"![{what}]({slug}-{what}.png)\n" for drawn, what in pictures if drawn]
     rows = list(dict.fromkeys(row for _, values in columns for row in values))
@@ -138,7 +138,7 @@ def _preset_limits(
     return limits
 
 
-def _steps(records: Sequence[Result]) -> dict[str, dict[str, tuple[float, float | None]]]:
+def steps_by_kind(records: Sequence[Result]) -> dict[str, dict[str, tuple[float, float | None]]]:
     """From the kernels' rows: batch -> kind -> ms of a decode step (and at the ceilings)."""
     steps: dict[str, dict[str, tuple[float, float | None]]] = {}
     for record in records:

@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _start_in_subprocess(options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """Raises RuntimeError with the end of its stderr if the start fails."""
+    """Raises ValueError with the end of its stderr if the start fails."""
     variables = {
         **os.environ,
         CHILD: "1",
@@ -137,7 +137,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         )
     if options.samplers == "all":
         compiled += engine.warm_up()
-    done("warm_up")
+    done("buckets")
     before = engine.stats().num_compiles
     engine.add_request([1, 2, 3], Sampling().params(1))
     while engine.has_unfinished():
