@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from jllm.bench import latency, throughput
 from jllm.bench.datasets import (
@@ -154,10 +156,14 @@ def _custom_row(options: argparse.Namespace) -> ThroughputRow:
             seed=seed,
         )
 
-    lengths = f"_{o.input_len}_{o.output_len}"
-    if kind.startswith("nano") or kind == "sharegpt":
-        lengths = ""
-    name = f"{kind.replace('-', '_')}_{count}{lengths}_out_tok_s_t{sampling.temperature}"
+    words = [kind.replace("-", "_"), str(count)]
+    if kind in ("sharegpt", "jsonl"):
+        words[0] = re.sub(r"\W", "-", f"{kind}_{Path(o.dataset_path).stem}")
+    elif not kind.startswith("nano"):
+        words += [str(o.input_len), str(o.output_len)]
+    if kind == "jsonl" and o.num_prompts is None:
+        words.pop()  # all of the file
+    name = f"{'_'.join(words)}_out_tok_s_t{sampling.temperature}"
     shares = kind in ("shared-prefix", "rollout")
     longest = (o.input_len + o.output_len) * (1 + (o.range_ratio or 0))
     short = not shares and kind != "jsonl" and longest <= SHORT_LEN
