@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import jax
+import numpy as np
 from tqdm import tqdm
 
 from jllm.config import EngineConfig
@@ -50,6 +52,7 @@ def generate(
     Raises:
       ValueError: some prompt or option could never run; nothing has been run then.
     """
+    _check_params(params)
     prompts = _list_of_prompts(prompts)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         options = [sampling_params or SamplingParams()] * len(prompts)
@@ -58,10 +61,13 @@ def generate(
     if len(options) != len(prompts):
         raise ValueError(f"There are {len(prompts)} prompts but {len(options)} sampling_params.")
     with _engine(params, config) as engine:
-        ids = [
-            engine.add_request(prompt, option, stream=False)
-            for prompt, option in zip(prompts, options, strict=True)
-        ]
+        ids = []
+        for index, (prompt, option) in enumerate(zip(prompts, options, strict=True)):
+            try:
+                ids.append(engine.add_request(prompt, option, stream=False))
+            except ValueError as error:
+                where = f"prompts[{index}]: " if len(prompts) > 1 else ""
+                raise ValueError(f"{where}{error}") from error
         outputs: dict[str, RequestOutput] = {}
         with tqdm(total=len(ids), unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
             tokens = 0
@@ -117,6 +123,7 @@ def stream(
 
     Arguments and errors are those of ``generate``; nothing runs before the first is asked for.
     """
+    _check_params(params)
     with _engine(params, config) as engine:
         request_id = engine.add_request(prompt, sampling_params)
         try:
@@ -136,18 +143,26 @@ def release() -> None:
 
 def chat_prompt(params: Params, messages: Sequence[Message], **template_options: Any) -> list[int]:
     """The token ids of a conversation."""
+    _check_params(params)
     if params.tokenizer is None:
         raise ValueError("The model has no tokenizer, so it cannot chat.")
     return params.tokenizer.apply_chat_template(messages, **template_options)
 
 
+def _check_params(params: Params) -> None:
+    if not isinstance(params, Params):
+        raise ValueError(f"params must be jllm.Params, as jllm.load makes them, not {params!r}.")
+
+
 def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = cast(Sequence[Any], prompts)
-    if len(prompts) > 0 and all(not isinstance(item, str | Sequence) for item in prompts):
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "dtype"):
+        raise ValueError(f"prompts must be text, token ids, or a list of either, not {prompts!r}.")
+    items = list(cast(Sequence[Any], prompts))
+    if items and not any(isinstance(item, str) or np.ndim(item) > 0 for item in items):
         return [cast(Prompt, prompts)]  # ids of one prompt
-    return cast(list[Prompt], list(prompts))
+    return items
 
 
 @contextmanager
@@ -157,7 +172,8 @@ def _engine(params: Params, config: EngineConfig | None) -> Iterator[Engine]:
     It is taken out while lent, so a ``generate`` inside a ``stream`` gets one of its own.
     """
     config = config or EngineConfig()
-    key = (params.config, str(params.dtype), params.tokenizer, config)
+    dtypes = tuple(str(leaf.dtype) for leaf in jax.tree.leaves(params))
+    key = (params.config, dtypes, params.tokenizer, config)
     engine = _kept.pop(key, None)
     if engine is None:
         release()

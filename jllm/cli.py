@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import jllm
 from jllm.api import chat_prompt
+from jllm.params import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,17 +28,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader, such as ``head``, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jllm", description="An LLM inference engine in JAX.")
+    parser.add_argument("--version", action="version", version=f"jllm {jllm.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    generate = commands.add_parser("generate", help="complete a prompt and print it as it comes")
+    show_defaults = argparse.ArgumentDefaultsHelpFormatter
+    generate = commands.add_parser(
+        "generate",
+        help="complete a prompt and print it as it comes",
+        formatter_class=show_defaults,
+    )
     generate.add_argument("--prompt", required=True, help="text to go on from")
     generate.add_argument("--chat", action="store_true", help="treat the prompt as a chat message")
     _add_model_options(generate, max_tokens=128)
     generate.set_defaults(run=_generate)
-    chat = commands.add_parser("chat", help="talk with a model; an empty line ends it")
+    chat = commands.add_parser(
+        "chat", help="talk with a model; an empty line ends it", formatter_class=show_defaults
+    )
     chat.add_argument("--system", help="a system message to begin with")
     _add_model_options(chat, max_tokens=512)
     chat.set_defaults(run=_chat)
@@ -49,15 +62,16 @@ def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int) -> None
     parser.add_argument(
         "--model", required=True, help="a folder, a .gguf file, a hub name, or a packaged model"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=None)
-    parser.add_argument("--max-tokens", type=int, default=max_tokens)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--top-k", type=int, default=defaults.top_k)
-    parser.add_argument("--top-p", type=float, default=defaults.top_p)
-    parser.add_argument("--min-p", type=float, default=defaults.min_p)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--stop", action="append", default=[], help="may be given several times")
-    parser.add_argument("--ignore-eos", action="store_true")
+    option = parser.add_argument
+    option("--dtype", choices=DTYPES, help="of the weights; float32 on a CPU, bfloat16 on a GPU")
+    option("--max-tokens", type=int, default=max_tokens, help="most tokens to generate")
+    option("--temperature", type=float, default=0.0, help="0 is greedy")
+    option("--top-k", type=int, default=defaults.top_k, help="draw among the k likeliest; 0: all")
+    option("--top-p", type=float, default=defaults.top_p, help="draw among this much probability")
+    option("--min-p", type=float, default=defaults.min_p, help="least share of the likeliest's")
+    option("--seed", type=int, help="the same seed gives the same text")
+    option("--stop", action="append", default=[], help="end at this text; may be repeated")
+    option("--ignore-eos", action="store_true", help="do not end where the model would")
 
 
 def _sampling_params(options: argparse.Namespace) -> jllm.SamplingParams:
@@ -81,7 +95,6 @@ def _generate(options: argparse.Namespace) -> None:
         prompt = chat_prompt(params, [{"role": "user", "content": options.prompt}])
     for text in _printed(params, prompt, sampling_params):
         print(text, end="", flush=True)
-    print()
 
 
 def _chat(options: argparse.Namespace) -> None:
@@ -98,12 +111,16 @@ def _chat(options: argparse.Namespace) -> None:
             break
         if not line.strip():
             break
-        messages.append({"role": "user", "content": line})
         answer = ""
-        for text in _printed(params, chat_prompt(params, messages), sampling_params):
-            answer += text
-            print(text, end="", flush=True)
-        print()
+        try:
+            prompt = chat_prompt(params, [*messages, {"role": "user", "content": line}])
+            for text in _printed(params, prompt, sampling_params):
+                answer += text
+                print(text, end="", flush=True)
+        except ValueError as error:  # too long, say: the conversation goes on without this line
+            print(f"jllm: {error}", file=sys.stderr)
+            continue
+        messages.append({"role": "user", "content": line})
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -121,4 +138,4 @@ def _printed(
     end = time.perf_counter()
     speed = f", then {(count - 1) / (end - first):.1f} tokens/s" if count > 1 else ""
     report = f"[{count} tokens; the first after {first - start:.2f} s{speed}]"
-    print(f"\n{report}", end="", file=sys.stderr, flush=True)
+    print(f"\n{report}", file=sys.stderr, flush=True)

@@ -27,6 +27,10 @@ def _positive_int(owner: str, **fields: int) -> None:
         )
 
 
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{name} must be one of {', '.join(allowed)}, not {value!r}.")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
@@ -258,7 +262,16 @@ class EngineConfig:
       gpu_memory_utilization: share of the GPU's memory for weights, cache and temporaries.
       decode_buckets: row counts that decode steps are padded to, ascending.
       prefill_buckets: token counts that prefill chunks are padded to, ascending.
-      max_prefill_seqs: prompts that may be prefilled in one step.
+      max_prefill_seqs: prompts that may be prefilled in one step (8 on a CPU, 64 on a GPU).
+      prefix_cache: ``radix`` shares the KV of equal prefixes between requests, running and past;
+        ``naive`` shares nothing.
+      preemption: what becomes of the KV of a request that must give way when blocks run out:
+        ``recompute`` it later, or ``swap`` it to host memory and back.
+      swap_space_gib: host memory for swapped KV; what does not fit is recomputed.
+      scheduling_policy: ``fcfs``, or ``priority`` (see ``SamplingParams.priority``).
+      overlap: plan and dispatch step N + 1 while step N runs. Off, every step is waited for.
+      stats_interval_s: seconds between lines of statistics in the log ``jllm`` (level INFO);
+        None for none.
     """
 
     max_num_seqs: int | None = None
@@ -270,6 +283,12 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
     max_prefill_seqs: int | None = None
+    prefix_cache: Literal["radix", "naive"] = "radix"
+    preemption: Literal["recompute", "swap"] = "recompute"
+    swap_space_gib: float = 4.0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    overlap: bool = True
+    stats_interval_s: float | None = 10.0
 
     def __post_init__(self) -> None:
         optional = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kv_blocks")
@@ -281,6 +300,18 @@ class EngineConfig:
             0 < self.gpu_memory_utilization <= 1,
             "EngineConfig.gpu_memory_utilization must be in (0, 1], "
             f"not {self.gpu_memory_utilization!r}.",
+        )
+        _one_of("EngineConfig.prefix_cache", self.prefix_cache, ("radix", "naive"))
+        _one_of("EngineConfig.preemption", self.preemption, ("recompute", "swap"))
+        _one_of("EngineConfig.scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _require(
+            0 <= self.swap_space_gib < math.inf,
+            f"EngineConfig.swap_space_gib must be at least 0, not {self.swap_space_gib!r}.",
+        )
+        _require(
+            self.stats_interval_s is None or self.stats_interval_s > 0,
+            "EngineConfig.stats_interval_s must be positive or None, "
+            f"not {self.stats_interval_s!r}.",
         )
         for name in ("decode_buckets", "prefill_buckets"):
             buckets = getattr(self, name)

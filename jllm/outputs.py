@@ -52,6 +52,9 @@ class RequestOutput:
       prompt_token_ids: the ids that were run.
       outputs: the samples, by index; a streamed output lists only those with something new.
       finished: whether all samples have ended.
+      prompt_logprobs: per token of the prompt its Logprob and the likeliest alternatives', by
+        id; None for the first token, which nothing precedes. None unless asked for; of streamed
+        outputs only the first with a token has it.
     """
 
     request_id: str
@@ -59,3 +62,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

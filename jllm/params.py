@@ -66,6 +66,11 @@ class Params:
     def num_params(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self))
 
+    def __repr__(self) -> str:
+        # Under a transformation, or in a tree of specs, leaves may be anything.
+        dtype = getattr(self.embed, "dtype", type(self.embed).__name__)
+        return f"Params({dtype}, {self.config!r}, tokenizer={self.tokenizer!r})"
+
 
 def param_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     """The pytree of ``config`` with a ShapeDtypeStruct for every array: the one declaration of
@@ -107,6 +112,25 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_dtype(dtype: Any) -> Any:
+    """The dtype asked for, or the platform's own for None.
+
+    Raises ValueError for one that weights cannot have.
+    """
+    if dtype is None:
+        return default_dtype()
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+    return jnp.dtype(dtype)
+
+
 def init(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> Params:
     """Random weights of a model's shape, made on the device.
 
@@ -118,7 +142,9 @@ def init(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> Params:
       key: a JAX random key.
       dtype: of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
     """
-    shapes = param_shapes(config, default_dtype() if dtype is None else dtype)
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"init needs a ModelConfig, such as a preset's, not {config!r}.")
+    shapes = param_shapes(config, check_dtype(dtype))
     leaves, treedef = jax.tree.flatten_with_path(shapes)
 
     keys = jax.random.split(key, len(leaves))
@@ -153,4 +179,6 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None) -> Params:
     """
     from jllm.weights import hub
 
-    return hub.load(name_or_path, default_dtype() if dtype is None else dtype)
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ValueError(f"load needs a name or a path, not {name_or_path!r}.")
+    return hub.load(name_or_path, check_dtype(dtype))

@@ -315,11 +315,12 @@ def sampler(config: ModelConfig, variant: str, batch: int, step: str | None) -> 
             seeds=jax.random.bits(b, (batch, 2), jnp.uint32),
             samples=full(0, jnp.int32),
             positions=jnp.arange(batch, dtype=jnp.int32),
+            processed=full(0, jnp.int32),
         )
         return logits, rows
 
     def op(logits: jax.Array, rows: SamplingRows) -> Sampled:
-        return sample(logits, rows, spec)
+        return sample(logits, logits, rows, spec)
 
     def error(args: Args, out: Any) -> float:
         logits, rows = args

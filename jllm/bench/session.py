@@ -15,7 +15,9 @@ from jllm.bench.rows import BenchRow, LatencyRow
 from jllm.bench.runs import Run, Sampling, TimeLimitReached, run
 from jllm.config import EngineConfig
 from jllm.engine.engine import Engine
+from jllm.engine.planner import LOGPROBS_LEVELS, sampler_spec
 from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
+from jllm.sampling_params import MAX_LOGPROBS
 
 # A first run that compiled nothing is counted if it was long: its warm-up effects are small in it.
 LONG_RUN_S = 10.0
@@ -125,18 +127,19 @@ class Session:
         return Repeated(runs, discarded)
 
     def _warm_up_buckets(self, engine: Engine, sampling: Sampling) -> None:
-        spec = sampler_spec(sampling)
+        spec = spec_of(sampling)
         if spec not in self._warm:
             engine.warm_up([spec])
             self._warm.add(spec)
 
 
-def sampler_spec(sampling: Sampling) -> SamplerSpec:
+def spec_of(sampling: Sampling) -> SamplerSpec:
     """The sampler's program that requests of these options run."""
     greedy = sampling.temperature < GREEDY_TEMPERATURE
     filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    logprobs = None if sampling.logprobs is None else 0
-    return SamplerSpec(not greedy and not filtered, not greedy and filtered, logprobs)
+    logprobs = sampling.logprobs
+    level = LOGPROBS_LEVELS.index(logprobs if logprobs is None or logprobs < 1 else MAX_LOGPROBS)
+    return sampler_spec(not greedy and not filtered, not greedy and filtered, False, False, level)
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,12 @@ class BlockPool:
         self.num_free += len(freed)
 
     def references(self, blocks: Blocks) -> NDArray[np.int32]:
+        """How many references each block has."""
         return self._references[blocks]
+
+    def count(self, block: int) -> int:
+        """How many references one block has."""
+        return int(self._references[block])
 
     def check_integrity(self, holders: dict[int, int]) -> None:
         """Checks the pool against a count of references per block made elsewhere.

@@ -14,19 +14,21 @@ from jllm.cache.prefix_cache import Tokens
 class NaiveCache:
     """The PrefixCache that never matches."""
 
+    shares = False
+
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def match(self, tokens: Tokens) -> Blocks:
+    def match(self, tokens: Tokens, salt: str | None) -> Blocks:
         return np.empty(0, np.int32)
 
-    def allocate(self, count: int) -> Blocks | None:
+    def acquire(self, cached: Blocks, count: int) -> Blocks | None:
         return self._pool.allocate(count)
 
-    def publish(self, tokens: Tokens, blocks: Blocks) -> None:
+    def publish(self, tokens: Tokens, blocks: Blocks, salt: str | None) -> None:
         pass
 
-    def release(self, blocks: Blocks) -> None:
+    def release(self, blocks: Blocks, tokens: Tokens, salt: str | None) -> None:
         self._pool.release(blocks)
 
     def reset(self) -> None:

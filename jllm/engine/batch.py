@@ -61,8 +61,9 @@ def forward_fields(spec: StepSpec) -> tuple[Field, ...]:
 
 
 def sample_fields(num_rows: int) -> tuple[Field, ...]:
-    """The plan of sampling, see ``models.sampler.SamplingRows``. Rows that are not sampled
-    (padding, prompts not yet complete) have the scratch row as their ``slots``."""
+    """The plan of sampling, see ``models.sampler.SamplingRows`` and
+    ``models.logit_rules.RuleRows``. Rows that are not sampled (padding, prompts not yet complete)
+    have the scratch row as their ``slots``."""
     return (
         Field("slots", (num_rows,)),
         Field("positions", (num_rows,)),
@@ -72,6 +73,13 @@ def sample_fields(num_rows: int) -> tuple[Field, ...]:
         Field("min_p", (num_rows,), "float32"),
         Field("seeds", (num_rows, 2), "uint32"),
         Field("samples", (num_rows,)),
+        Field("processed", (num_rows,)),
+        Field("num_prompt", (num_rows,)),
+        Field("ruled", (num_rows,)),
+        Field("min_tokens", (num_rows,)),
+        Field("presence_penalty", (num_rows,), "float32"),
+        Field("frequency_penalty", (num_rows,), "float32"),
+        Field("repetition_penalty", (num_rows,), "float32"),
     )
 
 

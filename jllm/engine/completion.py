@@ -62,9 +62,12 @@ class Completion:
             self._text.append(tail + self._matcher.flush())
 
     def _push_text(self, token: int) -> str | None:
+        """Adds the token's text; returns the stop string it completes, if any."""
         if self._detokenizer is None:
             return None
-        text, stop = self._matcher.push(self._detokenizer.push((token,)))
+        text, stop = self._detokenizer.push((token,)), None
+        if len(self.request.output) > self.request.params.min_tokens:
+            text, stop = self._matcher.push(text)
         self._text.append(text)
         return stop
 

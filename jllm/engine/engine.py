@@ -18,26 +18,34 @@ import numpy as np
 
 from jllm.cache.block_pool import BlockPool
 from jllm.cache.naive import NaiveCache
+from jllm.cache.prefix_cache import PrefixCache
+from jllm.cache.radix import RadixCache
+from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
 from jllm.engine.batch import Buckets, StepSpec
 from jllm.engine.completion import Completion
-from jllm.engine.planner import Planner, Row, all_sampler_specs
+from jllm.engine.logprobs import PromptLogprobs, logprobs_of
+from jllm.engine.planner import Plan, Planner, all_sampler_specs
+from jllm.engine.queue import POLICIES
 from jllm.engine.request import Request
-from jllm.engine.runner import Results, Runner
+from jllm.engine.rules import request_rules
+from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
-from jllm.models.sampler import Sampled, SamplerSpec
+from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
+from jllm.models.sampler import SamplerSpec
 from jllm.outputs import Logprob, RequestOutput
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
 
+# Ids may also be a one-dimensional integer array of numpy or JAX.
 Prompt = str | Sequence[int]
 
 
 class InFlight(NamedTuple):
     """A dispatched step."""
 
-    sampled: Sampled
-    rows: list[Row]
+    results: Dispatched
+    plan: Plan
 
 
 @dataclass(slots=True)
@@ -48,27 +56,15 @@ class Group:
     prompt: str | None
     prompt_ids: list[int]
     completions: list[Completion]
+    prompt_logprobs: PromptLogprobs | None
     stream: bool
 
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot of an engine.
-
-    Attributes:
-      running, waiting: requests (samples counted one by one) now.
-      kv_usage: share of the KV blocks in use, 0 to 1.
-      num_preemptions: requests sent back to the queue since the start.
-      num_steps: steps dispatched since the start.
-      num_compiles: programs compiled (or read from the compilation cache) by steps.
-    """
-
-    running: int
-    waiting: int
-    kv_usage: float
-    num_preemptions: int
-    num_steps: int
-    num_compiles: int
+    def take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The logprobs of the prompt, if they were asked for, are complete, and not shown yet."""
+        entries = None if self.prompt_logprobs is None else self.prompt_logprobs.complete
+        if entries is not None:
+            self.prompt_logprobs = None
+        return entries
 
 
 class Engine:
@@ -94,13 +90,22 @@ class Engine:
         self._runner = Runner(params, config or EngineConfig())
         self.config = c = self._runner.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_num_batched_tokens
-        assert c.max_prefill_seqs and c.prefill_buckets
+        assert c.max_prefill_seqs and c.prefill_buckets and c.max_model_len
         self.model_config = params.config
         self.tokenizer = params.tokenizer
         self._buckets = Buckets.of(c)
-        self._cache = NaiveCache(BlockPool(c.num_kv_blocks))
+        pool = BlockPool(c.num_kv_blocks)
+        self._cache: PrefixCache = (
+            RadixCache(pool, c.block_size) if c.prefix_cache == "radix" else NaiveCache(pool)
+        )
+        swap_space = None
+        if c.preemption == "swap":
+            budget = int(c.swap_space_gib * 2**30)
+            swap_space = SwapSpace(self._runner, budget // self._runner.block_bytes)
         self._scheduler = Scheduler(
             self._cache,
+            POLICIES[c.scheduling_policy],
+            swap_space,
             block_size=c.block_size,
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
@@ -108,13 +113,18 @@ class Engine:
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
         )
-        self._planner = Planner(self._buckets, c.max_num_seqs)
+        self._planner = Planner(self._buckets, c.max_num_seqs, c.max_model_len)
         self._groups: dict[str, Group] = {}
         self._of_request: dict[str, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._aborted: list[Group] = []
+        self._closed = False
+        self._clock = StepClock()
+        self._log = PeriodicLog(c.stats_interval_s)
         self._arrivals = 0
         self._steps = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
         self._seeds = np.random.default_rng()
 
     def __enter__(self) -> Engine:
@@ -129,11 +139,20 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Aborts what is unfinished and frees the device memory; the engine is then unusable."""
+        """Aborts what is unfinished and frees the device memory. Closing again does nothing;
+        every other call raises RuntimeError."""
+        if self._closed:
+            return
         for request_id in list(self._groups):
             self.abort(request_id)
         self._drain()
-        del self._runner
+        self._aborted.clear()
+        self._closed = True
+        self._runner.free()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This engine is closed; make a new one.")
 
     def add_request(
         self,
@@ -141,6 +160,7 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
         stream: bool = True,
     ) -> str:
         """Queues a prompt and returns its id.
@@ -149,19 +169,28 @@ class Engine:
           prompt: text, or token ids as they are (no BOS is added to ids).
           sampling_params: ``SamplingParams()`` unless given.
           request_id: a name for it; made up unless given, and made unique if it is taken.
+          cache_salt: prefixes are shared only among requests of the same salt.
           stream: ``step`` reports what is new as it comes; if False, only the whole at the end.
 
         Raises:
           ValueError: the request could never run: an empty prompt, an id outside the vocabulary,
-            text without a tokenizer, a prompt that leaves no room for a token, or too many
-            blocks for the whole pool. Nothing is queued then.
+            text without a tokenizer, a prompt that leaves no room for a token, too many blocks
+            for the whole pool, options that forbid every token, or a logits_processor that JAX
+            cannot trace. Nothing is queued then.
         """
-        params = sampling_params or SamplingParams()
+        self._check_open()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, not {params!r}.")
         params.check_vocab(self.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")
         prompt_ids = self._prompt_ids(prompt)
-        length = self._total_length(len(prompt_ids), params.max_tokens)
+        length = self._total_length(len(prompt_ids), params)
+        eos = self.model_config.eos_token_ids
+        rules = request_rules(params, self.tokenizer, eos, self.model_config.vocab_size)
+        if params.logits_processor is not None:
+            self._runner.check_processor(params.logits_processor)
         name = request_id or f"request-{self._arrivals}"
         if name in self._groups:
             name = f"{name}#{self._arrivals}"
@@ -178,14 +207,21 @@ class Engine:
                 tokens=tokens,
                 num_prompt=len(prompt_ids),
                 params=params,
+                cache_salt=cache_salt,
+                priority=params.priority,
                 sample=sample,
                 seed=seed,
+                rules=rules,
             )
             self._arrivals += 1
-            completions.append(Completion(request, self.tokenizer, self.model_config.eos_token_ids))
+            completions.append(Completion(request, self.tokenizer, eos))
             self._scheduler.add(request)
+        self._prompt_tokens += len(prompt_ids)
         text = prompt if isinstance(prompt, str) else None
-        group = Group(name, text, prompt_ids, completions, stream)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = PromptLogprobs(prompt_ids, params.prompt_logprobs, self.tokenizer)
+        group = Group(name, text, prompt_ids, completions, prompt_logprobs, stream)
         self._groups[name] = group
         for completion in completions:
             self._of_request[completion.request.id] = group, completion
@@ -197,17 +233,20 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, collects the one before, and reports what is new."""
+        self._check_open()
+        updated: dict[str, Group] = {}
         try:
-            schedule = self._scheduler.schedule()
-            updated = {}
+            plan = self._plan()
         except MustDrain:
             updated = self._drain()
-            schedule = self._scheduler.schedule()
-        if schedule:
-            self._dispatch(schedule)
+            plan = self._plan()
+        if plan is not None:
+            self._dispatch(*plan)
         # The step just dispatched stays in flight; without one there is nothing to overlap.
-        while len(self._in_flight) > (1 if schedule else 0):
+        while len(self._in_flight) > (1 if plan is not None and self.config.overlap else 0):
             updated |= self._collect()
+        if self._log.due:
+            self._log.write(self.stats())
         return self._report(updated)
 
     def abort(self, request_id: str) -> None:
@@ -231,47 +270,66 @@ class Engine:
 
         Raises ValueError if shapes or dtypes differ.
         """
+        self._check_open()
         self._runner.update_params(params)
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes that no running request holds."""
-        self._cache.reset()
+        """Forgets all cached prefixes; running requests keep what they hold, unshared."""
+        self._scheduler.reset_prefix_cache()
 
     def warm_up(
         self,
         samplers: Sequence[SamplerSpec] | None = None,
         specs: Sequence[StepSpec] | None = None,
     ) -> int:
-        """Compiles and runs every program a request could need, so that none is compiled later.
+        """Compiles and runs every program a request could need, so that none is compiled later,
+        except for those of ``logprobs=-1`` and of a ``logits_processor``.
 
         Args:
-          samplers: only these combinations of sampling features.
+          samplers: only these combinations of sampling features, and no prompt logprobs.
           specs: only these step sizes.
 
         Returns how many programs were compiled or read from the compilation cache.
         """
+        self._check_open()
         before = self._runner.num_compiles
-        samplers = all_sampler_specs() if samplers is None else samplers
         specs = self._buckets.all_specs() if specs is None else specs
+        if samplers is None:
+            samplers = all_sampler_specs()
+            for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
+                self._runner.warm_up_prompt_logprobs(num_prefill)
         rows_done: set[int] = set()
         for spec in specs:
             for sampler in samplers if spec.num_rows not in rows_done else samplers[:1]:
                 self._runner.warm_up(spec, sampler)
             rows_done.add(spec.num_rows)
+        self._runner.warm_up_entries()
+        if self.config.preemption == "swap":
+            self._runner.warm_up_copies()
         return self._runner.num_compiles - before
 
     def stats(self) -> EngineStats:
         """Counters and gauges; costs nothing on the device."""
         blocks = self.config.num_kv_blocks
         assert blocks
+        counters = self._scheduler.counters
         return EngineStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
+            swapped=self._scheduler.num_swapped,
             kv_usage=1 - self._cache.num_available / blocks,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_preemptions=counters.preemptions,
+            num_swaps=counters.swaps,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
             num_steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
             num_compiles=self._runner.num_compiles,
+            plan_s=self._clock.plan,
+            dispatch_s=self._clock.dispatch,
+            wait_s=self._clock.wait,
         )
 
     def check_integrity(self) -> None:
@@ -284,7 +342,7 @@ class Engine:
                 raise ValueError("The prompt is text, but the model has no tokenizer; give ids.")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _as_ids(prompt)
         if not ids:
             raise ValueError("The prompt is empty: it must hold at least one token.")
         vocab_size = self.model_config.vocab_size
@@ -295,8 +353,9 @@ class Engine:
                 )
         return ids
 
-    def _total_length(self, num_prompt: int, max_tokens: int | None) -> int:
+    def _total_length(self, num_prompt: int, params: SamplingParams) -> int:
         """Prompt plus output, in tokens."""
+        max_tokens = params.max_tokens
         limit = self.config.max_model_len
         assert limit
         if num_prompt >= limit:
@@ -305,6 +364,11 @@ class Engine:
                 f"max_model_len is {limit}."
             )
         if max_tokens is None:
+            if num_prompt + params.min_tokens > limit:
+                raise ValueError(
+                    f"The prompt has {num_prompt} tokens and min_tokens is {params.min_tokens}: "
+                    f"together more than max_model_len, {limit}."
+                )
             return limit
         if num_prompt + max_tokens > limit:
             raise ValueError(
@@ -313,11 +377,19 @@ class Engine:
             )
         return num_prompt + max_tokens
 
-    def _dispatch(self, schedule: Schedule) -> None:
-        plan = self._planner.plan(schedule, self._scheduler.block_tables)
-        sampled = self._runner.dispatch(plan.forward, plan.spec, plan.sample, plan.sampler)
-        self._scheduler.commit(schedule)
-        self._in_flight.append(InFlight(sampled, plan.rows))
+    def _plan(self) -> tuple[Schedule, Plan] | None:
+        with self._clock.measure("plan"):
+            schedule = self._scheduler.schedule()
+            if not schedule:
+                return None
+            return schedule, self._planner.plan(schedule, self._scheduler.block_tables)
+
+    def _dispatch(self, schedule: Schedule, plan: Plan) -> None:
+        with self._clock.measure("dispatch"):
+            results = self._runner.dispatch(plan)
+        with self._clock.measure("plan"):
+            self._scheduler.commit(schedule)
+        self._in_flight.append(InFlight(results, plan))
         self._steps += 1
 
     def _drain(self) -> dict[str, Group]:
@@ -328,18 +400,26 @@ class Engine:
 
     def _collect(self) -> dict[str, Group]:
         """Waits for the oldest step in flight; returns the groups with news, by id."""
-        step = self._in_flight.popleft()
-        results = self._runner.collect(step.sampled)
+        dispatched, plan = self._in_flight.popleft()
+        with self._clock.measure("wait"):
+            results = self._runner.collect(dispatched)
+        self._note_prompt_logprobs(results, plan)
         tokens = results.tokens.tolist()
         updated = {}
-        for index, request, samples in step.rows:
+        for index, request, samples in plan.rows:
             request.in_flight -= 1
             if samples:
                 group, completion = self._of_request[request.id]
                 was_finished = request.finished
-                logprobs = self._logprobs(results, index, tokens[index], request.params.logprobs)
+                logprobs = None
+                if request.params.logprobs is not None and results.logprobs is not None:
+                    count = request.params.logprobs
+                    logprobs = logprobs_of(
+                        results.logprobs, index, tokens[index], count, self.tokenizer
+                    )
                 completion.push(tokens[index], logprobs)
                 if not was_finished:
+                    self._generated_tokens += 1
                     updated[group.request_id] = group
             if request.finished:
                 self._retire(request)
@@ -351,21 +431,13 @@ class Engine:
             self._scheduler.release(request)
             self._of_request.pop(request.id)
 
-    def _logprobs(
-        self, results: Results, row: int, token: int, count: int | None
-    ) -> dict[int, Logprob] | None:
-        if count is None or results.logprobs is None:
-            return None
-        found = {token: self._logprob(token, float(results.logprobs[row]))}
-        if count and results.top_ids is not None and results.top_logprobs is not None:
-            ids, values = results.top_ids[row, :count], results.top_logprobs[row, :count]
-            for other, value in zip(ids.tolist(), values.tolist(), strict=True):
-                found.setdefault(other, self._logprob(other, value))
-        return found
-
-    def _logprob(self, token: int, value: float) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.token_string(token)
-        return Logprob(value, text)
+    def _note_prompt_logprobs(self, results: Results, plan: Plan) -> None:
+        if plan.prompt is None or results.prompt is None:
+            return
+        for request, position, offset, length in plan.prompt.chunks:
+            group, _ = self._of_request[request.id]
+            if group.prompt_logprobs is not None:
+                group.prompt_logprobs.add(results.prompt, position, offset, length)
 
     def _report(self, updated: dict[str, Group]) -> list[RequestOutput]:
         outputs = []
@@ -381,7 +453,27 @@ class Engine:
             else:
                 continue
             outputs.append(
-                RequestOutput(group.request_id, group.prompt, group.prompt_ids, parts, finished)
+                RequestOutput(
+                    group.request_id,
+                    group.prompt,
+                    group.prompt_ids,
+                    parts,
+                    finished,
+                    group.take_prompt_logprobs(),
+                )
             )
         self._aborted.clear()
         return outputs
+
+
+def _as_ids(prompt: Sequence[int]) -> list[int]:
+    array = np.asarray(prompt if hasattr(prompt, "dtype") else list(prompt))
+    if array.size == 0:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            "A prompt must be text or a flat sequence of integer token ids, "
+            f"not {array.dtype} of shape {array.shape}."
+        )
+    ids: list[int] = array.tolist()
+    return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,13 @@ from jllm.engine.batch import (
     sample_fields,
 )
 from jllm.engine.request import Request
-from jllm.engine.scheduler import Schedule
+from jllm.engine.scheduler import Chunk, Schedule
+from jllm.models.logit_rules import Rules
 from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
-from jllm.sampling_params import MAX_LOGPROBS
+from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
+
+INT32_MAX = 2**31 - 1
+HOTTEST = 1e30  # float32 logits over this are all equal; over infinity a mask would become NaN
 
 
 class Row(NamedTuple):
@@ -29,29 +34,70 @@ class Row(NamedTuple):
     samples: bool  # whether its token is meant, or the prompt goes on in a later step
 
 
+class Entry(NamedTuple):
+    """What an admitted request writes into its slot before its first step."""
+
+    slot: int
+    tokens: Int32s | None  # (L,): all it knows, if its options need them and not all are run
+    rules: Rules | None
+
+
+class Processed(NamedTuple):
+    """A ``logits_processor`` and the rows of a step that use it."""
+
+    processor: LogitsProcessor
+    mask: NDArray[np.bool_]  # (B,)
+
+
+class ScoredChunk(NamedTuple):
+    """Prompt tokens whose logprobs a step gives."""
+
+    request: Request
+    position: int  # of the first token scored, in the prompt
+    offset: int  # of its score, among the step's prefill tokens
+    length: int
+
+
+class PromptPlan(NamedTuple):
+    """The ``prompt_logprobs`` of a step."""
+
+    num_top: int  # likeliest alternatives to report
+    targets: Int32s  # (T,): per prefill token the one that follows it, or 0
+    chunks: list[ScoredChunk]
+
+
 class Plan(NamedTuple):
-    """All that a step needs: two packed arrays, the static specs, and whose rows they are."""
+    """All that a step needs: two packed arrays, the static specs, whose rows they are, and the
+    rarer parts."""
 
     spec: StepSpec
     forward: Int32s
     sampler: SamplerSpec
     sample: Int32s
     rows: list[Row]
+    entries: list[Entry]
+    processed: list[Processed]
+    prompt: PromptPlan | None
 
 
 class Planner:
     """Keeps the sampling options of each slot in arrays, so that a step gathers its rows'."""
 
-    def __init__(self, buckets: Buckets, max_num_seqs: int) -> None:
+    def __init__(self, buckets: Buckets, max_num_seqs: int, max_model_len: int) -> None:
         self._buckets = buckets
         self._scratch = max_num_seqs
+        self._max_model_len = max_model_len
         self._options = {
             field.name: np.zeros((max_num_seqs + 1, *field.shape[1:]), field.dtype)
             for field in sample_fields(max_num_seqs + 1)
             if field.name not in ("slots", "positions")
         }
-        # What each slot asks of the sampler: bits for "random" and "filtered", and logprobs + 1.
-        self._features = np.zeros((max_num_seqs + 1, 3), np.int32)
+        self._options["repetition_penalty"][:] = 1  # off, in the scratch row too
+        # What each slot asks of the sampler: the flags of a SamplerSpec, and a level of logprobs.
+        self._features = np.zeros((max_num_seqs + 1, 5), np.int32)
+        self._owners = [-1] * max_num_seqs  # arrival of the request whose options a slot has
+        self._filled = [0] * max_num_seqs  # leading tokens that its chunks brought to the device
+        self._processors: dict[int, LogitsProcessor] = {}  # by slot
 
     def plan(self, schedule: Schedule, block_tables: NDArray[np.int32]) -> Plan:
         """Packs one step; ``block_tables`` is the scheduler's table by slot."""
@@ -64,6 +110,7 @@ class Planner:
         lens = np.zeros(spec.num_rows, np.int32)
         lens[: len(decode)] = [request.computed + 1 for request in decode]
         rows = [Row(index, request, True) for index, request in enumerate(decode)]
+        entries: list[Entry] = []
 
         start = 0
         starts = views["query_start"]
@@ -76,7 +123,9 @@ class Planner:
             start += chunk.length
             starts[index + 1] = start
             rows.append(Row(row, request, chunk.samples))
-            self._set_options(request)
+            entry = self._enter(chunk)
+            if entry is not None:
+                entries.append(entry)
         starts[len(prefill) + 1 :] = start
         views["slots"][:] = slots
         views["context_lens"][:] = lens
@@ -86,41 +135,130 @@ class Planner:
         for name, table in self._options.items():
             np.take(table, slots, axis=0, out=views[name])
         views["positions"][:] = lens
-        sampler = self._sampler_spec(slots)
+        sampler = sampler_spec(*self._features[slots].max(axis=0).tolist())
         for index, _, samples in rows[len(decode) :]:
             if not samples:
                 slots[index] = self._scratch
         views["slots"][:] = slots
-        return Plan(spec, forward, sampler, sample, rows)
+        return Plan(
+            spec,
+            forward,
+            sampler,
+            sample,
+            rows,
+            entries,
+            self._processed(slots),
+            _prompt_plan(prefill, spec.num_prefill),
+        )
+
+    def _enter(self, chunk: Chunk) -> Entry | None:
+        """Notes the options of a request that is new in its slot, and says what the device must
+        be told before it runs this chunk. One that comes back to the slot it had before finds
+        its options there, on the device too."""
+        request, slot = chunk.request, chunk.request.slot
+        rules, tokens = None, None
+        if self._owners[slot] != request.arrival:
+            self._owners[slot] = request.arrival
+            self._filled[slot] = 0
+            self._set_options(request)
+            rules = request.rules
+        # Tokens that are skipped, since their KV was found in the prefix cache or swapped in.
+        if request.needs_history and chunk.start > self._filled[slot]:
+            tokens = np.zeros(self._max_model_len, np.int32)
+            tokens[: request.num_known] = request.tokens[: request.num_known]
+        self._filled[slot] = chunk.start + chunk.length
+        return None if tokens is None and rules is None else Entry(slot, tokens, rules)
 
     def _set_options(self, request: Request) -> None:
-        """Enters a request's options; done with each chunk, so always after an admission."""
         p, slot = request.params, request.slot
         options = self._options
         greedy = p.temperature < GREEDY_TEMPERATURE
-        options["temperature"][slot] = 0.0 if greedy else p.temperature
-        options["top_k"][slot] = max(p.top_k, 0)
+        options["temperature"][slot] = 0.0 if greedy else min(p.temperature, HOTTEST)
+        options["top_k"][slot] = min(max(p.top_k, 0), INT32_MAX)
         options["top_p"][slot] = p.top_p
         options["min_p"][slot] = p.min_p
         seed = request.seed & (2**64 - 1)
         options["seeds"][slot] = (seed & 0xFFFFFFFF, seed >> 32)
         options["samples"][slot] = request.sample
+        options["num_prompt"][slot] = request.num_prompt
+        options["ruled"][slot] = ruled = request.rules is not None
+        options["min_tokens"][slot] = p.min_tokens
+        options["presence_penalty"][slot] = p.presence_penalty
+        options["frequency_penalty"][slot] = p.frequency_penalty
+        options["repetition_penalty"][slot] = p.repetition_penalty
+        options["processed"][slot] = p.logprobs_mode == "processed"
+        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+        processed = p.logprobs is not None and p.logprobs_mode == "processed"
         filtered = not greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-        logprobs = 0 if p.logprobs is None else p.logprobs + 1
-        self._features[slot] = (not greedy and not filtered, filtered, logprobs)
+        random = not greedy and not filtered
+        level = LOGPROBS_LEVELS.index(
+            None if p.logprobs is None else p.logprobs if p.logprobs < 1 else MAX_LOGPROBS
+        )
+        self._features[slot] = (random, filtered, ruled or bool(penalised), processed, level)
+        self._processors.pop(slot, None)
+        if p.logits_processor is not None:
+            self._processors[slot] = p.logits_processor
 
-    def _sampler_spec(self, slots: NDArray[np.int32]) -> SamplerSpec:
-        random, filtered, logprobs = self._features[slots].max(axis=0)
-        # 0 or the maximum: a program per requested number would be compiled in mid-service.
-        count = None if logprobs == 0 else (0 if logprobs == 1 else MAX_LOGPROBS)
-        return SamplerSpec(bool(random), bool(filtered), count)
+    def _processed(self, slots: NDArray[np.int32]) -> list[Processed]:
+        if not self._processors:
+            return []
+        masks: dict[LogitsProcessor, NDArray[np.bool_]] = {}
+        for row, slot in enumerate(slots.tolist()):
+            processor = self._processors.get(slot)
+            if processor is not None:
+                masks.setdefault(processor, np.zeros(len(slots), bool))[row] = True
+        return [Processed(processor, mask) for processor, mask in masks.items()]
+
+
+def _prompt_plan(prefill: list[Chunk], num_prefill: int) -> PromptPlan | None:
+    """Which prompt tokens this step's hidden states predict, for requests that want to know."""
+    targets = np.zeros(num_prefill, np.int32)
+    chunks, offset, count = [], 0, 0
+    for request, start, length in prefill:
+        # The hidden state of position t gives token t + 1; the prompt's last gives no prompt token.
+        end = min(start + length, request.num_prompt - 1)
+        if request.scores_prompt and start < end:
+            targets[offset : offset + end - start] = request.tokens[start + 1 : end + 1]
+            chunks.append(ScoredChunk(request, start + 1, offset, end - start))
+            count = max(count, request.params.prompt_logprobs or 0)
+        offset += length
+    return PromptPlan(MAX_LOGPROBS if count else 0, targets, chunks) if chunks else None
+
+
+# In ascending order of what they report, as in the planner's features.
+LOGPROBS_LEVELS = (None, 0, MAX_LOGPROBS, -1)
+
+# The sampling programs that are compiled before serving, cheapest first. All combinations of
+# features would be 80 for every number of rows; a batch takes the first that covers its rows',
+# and a row never notices a feature that only others use.
+_COMPILED = (
+    *(
+        SamplerSpec(random=random, filtered=filtered, logprobs=logprobs)
+        for logprobs in (None, 0, MAX_LOGPROBS)
+        for filtered in (False, True)
+        for random in (False, True)
+    ),
+    # Logprobs of the drawn distribution at a temperature: what reinforcement learning asks for.
+    SamplerSpec(random=True, processed=True, logprobs=0),
+    *(
+        SamplerSpec(random=draws, filtered=draws, rules=True, logprobs=logprobs)
+        for logprobs in (None, MAX_LOGPROBS)
+        for draws in (False, True)
+    ),
+    SamplerSpec(random=True, filtered=True, rules=True, processed=True, logprobs=MAX_LOGPROBS),
+)
+# All logprobs: compiled when first asked for.
+_GENERAL = SamplerSpec(random=True, filtered=True, rules=True, processed=True, logprobs=-1)
 
 
 def all_sampler_specs() -> list[SamplerSpec]:
-    """Every spec that a plan can have."""
-    return [
-        SamplerSpec(random, filtered, logprobs)
-        for random in (False, True)
-        for filtered in (False, True)
-        for logprobs in (None, 0, MAX_LOGPROBS)
-    ]
+    """Every spec that a plan can have, but for that of ``logprobs=-1``."""
+    return list(_COMPILED)
+
+
+@functools.cache
+def sampler_spec(random: int, filtered: int, rules: int, processed: int, level: int) -> SamplerSpec:
+    """The cheapest compiled spec that has these features."""
+    logprobs = LOGPROBS_LEVELS[level]
+    needed = SamplerSpec(bool(random), bool(filtered), bool(rules), bool(processed), logprobs)
+    return next(spec for spec in (*_COMPILED, _GENERAL) if spec.covers(needed))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from jllm.models.logit_rules import Rules
 from jllm.outputs import FinishReason
 from jllm.sampling_params import SamplingParams
 
@@ -29,8 +30,11 @@ class Request:
       tokens: prompt, then output as far as the host knows it; (max_tokens,) allocated once.
       num_prompt: length of the prompt.
       max_tokens: length at which the request ends.
+      cache_salt: prefixes are shared only among requests of the same salt.
+      priority: lower goes first, under the priority policy.
       sample: which of the prompt's n samples this is.
       seed: 64-bit seed of its random draws.
+      rules: what the device must know of its bias and masks, if it has any.
       num_known: tokens that the host knows.
       pending: tokens that the device has sampled, or is sampling, and the host does not know.
       computed: leading tokens whose KV is in the cache, steps in flight included.
@@ -38,6 +42,10 @@ class Request:
         device has them even while they are pending.
       slot: row of the device's and the host's per-request tables, while running; else NO_SLOT.
       blocks: KV blocks in order of position, while running.
+      shareable: its blocks may enter the prefix cache; False once the cache was reset while the
+        request was running, since its KV may be of older weights.
+      preempted: it has been sent back to the queue before.
+      num_cached: prompt tokens found in the prefix cache when it was first admitted.
       in_flight: dispatched steps that hold a row of this request.
       finish_reason, stop_reason: why it ended; set once, blocks are freed when in_flight is 0.
     """
@@ -47,14 +55,20 @@ class Request:
     tokens: NDArray[np.int32]
     num_prompt: int
     params: SamplingParams
+    cache_salt: str | None = None
+    priority: int = 0
     sample: int = 0
     seed: int = 0
+    rules: Rules | None = None
     num_known: int = 0
     pending: int = 0
     computed: int = 0
     resident: int = 0
     slot: int = NO_SLOT
     blocks: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    shareable: bool = True
+    preempted: bool = False
+    num_cached: int = 0
     in_flight: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -81,8 +95,32 @@ class Request:
         return self.computed >= self.resident
 
     @property
+    def scores_prompt(self) -> bool:
+        """Prompt logprobs are computed once per prompt, by its first sample."""
+        return self.params.prompt_logprobs is not None and self.sample == 0
+
+    @property
+    def needs_full_prefill(self) -> bool:
+        """Every token must be run: a cached prefix has keys and values, but no logits."""
+        return self.scores_prompt
+
+    @property
+    def needs_history(self) -> bool:
+        """Its options look at all earlier tokens, so the token table must hold them even where
+        a cached prefix spares the device running them."""
+        p = self.params
+        penalised = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+        return bool(penalised or p.bad_words or p.logits_processor is not None)
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def advance(self, count: int, samples: bool) -> None:
+        """A step with ``count`` tokens of this request was dispatched."""
+        self.computed += count
+        self.in_flight += 1
+        self.pending += samples
 
     def append(self, token: int) -> None:
         """A token sampled on the device has arrived."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,23 +14,42 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jllm.cache.block_pool import Blocks
 from jllm.config import EngineConfig, ModelConfig
 from jllm.engine import step
-from jllm.engine.batch import Int32s, StepSpec, forward_fields, pack, sample_fields
+from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
+from jllm.engine.planner import Entry, Plan
+from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
 from jllm.params import Params
+from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
+BLOCKS_PER_COPY = 32  # blocks moved to or from host memory by one program
 CPU_KV_BYTES = 1 << 30
 GPU_KV_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
 
 
+class Dispatched(NamedTuple):
+    """What a step in flight will give."""
+
+    sampled: Sampled
+    prompt: step.PromptScores | None
+
+
+class TokenLogprobs(NamedTuple):
+    """Logprobs on the host: of each row's token, and of the likeliest ones, likeliest first."""
+
+    chosen: NDArray[np.float32]  # (B,)
+    top_ids: NDArray[np.int32]  # (B, n)
+    top: NDArray[np.float32]  # (B, n); -inf for what cannot be drawn
+
+
 class Results(NamedTuple):
-    """A step's ``Sampled``, on the host."""
+    """What a step gave, on the host."""
 
     tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32] | None
-    top_ids: NDArray[np.int32] | None
-    top_logprobs: NDArray[np.float32] | None
+    logprobs: TokenLogprobs | None
+    prompt: TokenLogprobs | None  # one row per prefill token
 
 
 class Runner:
@@ -44,7 +64,12 @@ class Runner:
         assert c.num_kv_blocks and c.max_num_seqs and c.max_model_len
         self._cache = _zeros_cache(params.config, c.num_kv_blocks, c.block_size, params.dtype)
         self._tokens = jnp.zeros((c.max_num_seqs + 1, c.max_model_len), jnp.int32)
+        self._rules = empty_rules(c.max_num_seqs + 1, params.config.vocab_size)
         self.num_compiles = 0  # programs compiled, or read from the compilation cache, by steps
+
+    def free(self) -> None:
+        """Drops the weights, the cache and the token table."""
+        del self.params, self._cache, self._tokens
 
     def update_params(self, params: Params) -> None:
         """Replaces the weights; nothing is compiled again.
@@ -63,26 +88,45 @@ class Runner:
                 )
         self.params = new
 
-    def dispatch(
-        self, plan: Int32s, spec: StepSpec, sample_plan: Int32s, sampler: SamplerSpec
-    ) -> Sampled:
+    def dispatch(self, plan: Plan) -> Dispatched:
         """Starts a step and returns at once; the results are on their way to the host."""
         before = compiles_so_far()
-        self._cache, self._tokens, logits = step.forward(
-            self.params, self._cache, self._tokens, plan, spec=spec
+        for entry in plan.entries:
+            self._enter(entry)
+        self._cache, self._tokens, raw, hidden = step.forward(
+            self.params, self._cache, self._tokens, plan.forward, spec=plan.spec
         )
+        logits = raw
+        for processor, mask in plan.processed:
+            logits = step.process_logits(
+                self._tokens, logits, plan.sample, mask, processor=processor
+            )
         sampled: Sampled
-        self._tokens, sampled = step.sample(self._tokens, logits, sample_plan, spec=sampler)
+        self._tokens, sampled = step.sample(
+            self._tokens, self._rules, logits, raw, plan.sample, spec=plan.sampler
+        )
+        prompt = None
+        if plan.prompt is not None:
+            prompt = step.prompt_logprobs(
+                self.params, hidden, plan.prompt.targets, count=plan.prompt.num_top
+            )
         self.num_compiles += compiles_so_far() - before
-        for array in sampled:
+        for array in (*sampled, *(prompt or ())):
             if array is not None:
                 array.copy_to_host_async()
-        return sampled
+        return Dispatched(sampled, prompt)
 
-    def collect(self, sampled: Sampled) -> Results:
+    def _enter(self, entry: Entry) -> None:
+        slot = np.int32(entry.slot)
+        if entry.tokens is not None:
+            self._tokens = step.enter_tokens(self._tokens, slot, entry.tokens)
+        if entry.rules is not None:
+            self._rules = step.enter_rules(self._rules, slot, entry.rules)
+
+    def collect(self, step: Dispatched) -> Results:
         """Waits for a dispatched step."""
-        tokens, *rest = sampled
-        return Results(np.asarray(tokens), *(None if a is None else np.asarray(a) for a in rest))
+        tokens, *logprobs = step.sampled
+        return Results(np.asarray(tokens), _on_host(logprobs), _on_host(step.prompt))
 
     def warm_up(self, spec: StepSpec, sampler: SamplerSpec) -> None:
         """Compiles and runs one spec on padding only: it writes to the scratch block and row."""
@@ -91,12 +135,89 @@ class Runner:
         views["slots"][:] = self.config.max_num_seqs
         sample_plan, views = pack(sample_fields(spec.num_rows))
         views["slots"][:] = self.config.max_num_seqs
-        self.collect(self.dispatch(plan, spec, sample_plan, sampler))
+        self.collect(self.dispatch(Plan(spec, plan, sampler, sample_plan, [], [], [], None)))
+
+    def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
+        """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""
+        before = compiles_so_far()
+        hidden = np.zeros((num_prefill, self.params.config.hidden_size), self.params.dtype)
+        targets = np.zeros(num_prefill, np.int32)
+        for count in (0, MAX_LOGPROBS):
+            step.prompt_logprobs(self.params, hidden, targets, count=count)
+        self.num_compiles += compiles_so_far() - before
+
+    def warm_up_entries(self) -> None:
+        """Compiles and runs what enters an admitted request's tokens and rules."""
+        before = compiles_so_far()
+        scratch = self._tokens.shape[0] - 1
+        rules = Rules(*(np.zeros(x.shape[1:], x.dtype) for x in self._rules))  # type: ignore[arg-type]
+        self._enter(Entry(scratch, np.zeros(self._tokens.shape[1], np.int32), rules))
+        self.num_compiles += compiles_so_far() - before
+
+    def check_processor(self, processor: LogitsProcessor) -> None:
+        """Traces a ``logits_processor``, so that its faults are its user's error and not the
+        engine's: raises ValueError unless it maps logits (V,) and tokens (L,) to logits (V,)."""
+        logits = jax.ShapeDtypeStruct((self.params.config.vocab_size,), jnp.float32)
+        history = jax.ShapeDtypeStruct((self._tokens.shape[1],), jnp.int32)
+        try:
+            result = jax.eval_shape(processor, logits, history)
+        except Exception as error:
+            raise ValueError(
+                f"SamplingParams.logits_processor cannot be traced by JAX: {error}"
+            ) from error
+        shape = getattr(result, "shape", None)
+        if shape != logits.shape or not jnp.issubdtype(result.dtype, jnp.floating):
+            raise ValueError(
+                "SamplingParams.logits_processor must return floating-point logits of shape "
+                f"{logits.shape}, not {result}."
+            )
+
+    def read_blocks(self, blocks: Blocks) -> list[NDArray[Any]]:
+        """Per layer the content (n, 2, K, S, D) of blocks (n,), on the host."""
+        parts = [
+            [np.asarray(array) for array in step.read_blocks(self._cache, padded)]
+            for padded in _in_copies(blocks)
+        ]
+        return [np.concatenate(layer)[: len(blocks)] for layer in zip(*parts, strict=True)]
+
+    def write_blocks(self, blocks: Blocks, content: list[NDArray[Any]], first: int) -> None:
+        """Puts ``content`` from its block ``first`` on into blocks (n,)."""
+        for index, padded in enumerate(_in_copies(blocks)):
+            start = first + index * BLOCKS_PER_COPY
+            parts = [layer[start : start + BLOCKS_PER_COPY] for layer in content]
+            missing = BLOCKS_PER_COPY - len(parts[0])
+            if missing:
+                widths = [(0, missing)] + [(0, 0)] * (parts[0].ndim - 1)
+                parts = [np.pad(part, widths) for part in parts]
+            self._cache = step.write_blocks(self._cache, padded, parts)
+
+    def warm_up_copies(self) -> None:
+        """Compiles the two programs that swapping needs."""
+        before = compiles_so_far()
+        scratch = np.zeros(1, np.int32)
+        self.write_blocks(scratch, self.read_blocks(scratch), 0)
+        self.num_compiles += compiles_so_far() - before
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers."""
+        return sum(kv.nbytes // len(kv) for kv in self._cache)
 
     def memory_bytes(self) -> int:
-        """Bytes of weights, cache and token table."""
-        leaves = jax.tree.leaves((self.params, self._cache, self._tokens))
+        """Bytes of weights, cache and per-request tables."""
+        leaves = jax.tree.leaves((self.params, self._cache, self._tokens, self._rules))
         return sum(leaf.nbytes for leaf in leaves)
+
+
+def _on_host(arrays: Iterable[jax.Array | None] | None) -> TokenLogprobs | None:
+    on_host = [np.asarray(array) for array in arrays or () if array is not None]
+    return TokenLogprobs(*on_host) if on_host else None
+
+
+def _in_copies(blocks: Blocks) -> list[Blocks]:
+    """Cuts blocks into copies of one size, so that one program serves all; padding is scratch."""
+    padded = np.pad(blocks, (0, -len(blocks) % BLOCKS_PER_COPY))
+    return list(padded.reshape(-1, BLOCKS_PER_COPY))
 
 
 def arrays_of(params: Params) -> Params:

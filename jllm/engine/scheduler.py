@@ -1,18 +1,20 @@
 """Which requests run in the next step.
 
-Requests wait in one queue and run in one list. A step takes every running request that can
-decode, then fills what is left of the token budget with prefill chunks, so a long prompt never
-stalls the others: a decode waits for at most one chunk, ``max_num_batched_tokens`` long.
+Requests wait in one queue and run in one list, both in the order of a policy. A step takes every
+running request that can decode, then fills what is left of the token budget with prefill chunks.
+So a long prompt never stalls the others: between two tokens of a running request lies one step,
+of at most ``max_num_batched_tokens`` tokens, whatever waits.
 
-A request is admitted only when the pool has blocks for all tokens it knows, so prefill never
-stops halfway for want of blocks; only decodes grow. When one finds no block, the request admitted
-last gives up its own and waits again, to be recomputed. The one admitted first always runs, and
-the whole pool can hold any admitted request, so at least one finishes.
+A request is admitted only when the pool has blocks for all tokens it knows and one to spare for
+each running request, so prefill never stops halfway for want of blocks; only decodes grow. When
+one finds no block, the last of the running gives up its own and waits again, its KV copied to host
+memory or recomputed later. The first of the running is never the one to go while another is there,
+and the whole pool can hold any request, so the first always comes to its end.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +22,11 @@ import numpy as np
 
 from jllm.cache.block_pool import Blocks
 from jllm.cache.prefix_cache import PrefixCache
+from jllm.cache.swap import SwapSpace
+from jllm.engine.queue import Policy, WaitingQueue
 from jllm.engine.request import NO_SLOT, Request
+
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class Chunk(NamedTuple):
@@ -55,12 +61,25 @@ class MustDrain(Exception):
     """A request must be preempted, which needs the results of all steps in flight first."""
 
 
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start. Requests that come back after a preemption are counted in
+    ``preemptions`` and ``swaps`` only: what they recompute or find again is no prefix hit."""
+
+    preemptions: int = 0
+    swaps: int = 0
+    prefix_queries: int = 0  # prompt tokens that were looked up
+    prefix_hits: int = 0  # those found in the cache
+
+
 class Scheduler:
-    """First come, first served, with continuous batching and chunked prefill."""
+    """Continuous batching with chunked prefill over a paged cache."""
 
     def __init__(
         self,
         cache: PrefixCache,
+        policy: Policy,
+        swap_space: SwapSpace | None,
         *,
         block_size: int,
         max_num_seqs: int,
@@ -70,20 +89,27 @@ class Scheduler:
         table_width: int,
     ) -> None:
         self.cache = cache
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission
-        self.num_preemptions = 0
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []  # by rank
+        self.counters = SchedulerCounters()
+        # (R + 1, P): the blocks of the request in each slot, in the form a plan sends them. The
+        # last row is all scratch. Entries past a request's blocks are stale and never read.
+        self.block_tables = np.zeros((max_num_seqs + 1, table_width), np.int32)
+        self._policy = policy
+        self._swap_space = swap_space
         self._block_size = block_size
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_seqs = max_prefill_seqs
         self._max_prefill_tokens = max_prefill_tokens
         self._free_slots = list(range(max_num_seqs))[::-1]
-        # (R + 1, P): the blocks of the request in each slot, in the form a plan sends them. The
-        # last row is all scratch. Entries past a request's blocks are stale and never read.
-        self.block_tables = np.zeros((max_num_seqs + 1, table_width), np.int32)
+
+    @property
+    def num_swapped(self) -> int:
+        """Waiting requests whose KV is in host memory."""
+        return 0 if self._swap_space is None else len(self._swap_space)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting.push(request)
 
     def schedule(self) -> Schedule:
         """Plans one step and takes the blocks it needs; empty when nothing can run.
@@ -96,41 +122,52 @@ class Scheduler:
         self._schedule_decodes(step)
         budget = self._max_num_batched_tokens - len(step.decode)
         budget = min(budget, self._max_prefill_tokens)
-        for request in self.running:
-            if budget > 0 and not request.decoding and not self._full(step):
-                budget -= self._add_chunk(step, request, budget)
-        while budget > 0 and self.waiting and not self._full(step):
-            if not self._admit(self.waiting[0]):
-                break
-            budget -= self._add_chunk(step, self.waiting.popleft(), budget)
+        if len(step.decode) < len(self.running):
+            for request in self.running:
+                if budget > 0 and not request.decoding and not self._full(step):
+                    budget -= self._add_chunk(step, request, budget)
+        self._schedule_waiting(step, budget)
         return step
 
     def commit(self, step: Schedule) -> None:
         """Counts the step's tokens as computed: it was dispatched."""
         for request in step.decode:
-            self._advance(request, 1, samples=True)
+            request.advance(1, samples=True)
         for chunk in step.prefill:
-            self._advance(chunk.request, chunk.length, chunk.samples)
             request = chunk.request
-            self.cache.publish(request.tokens[: request.computed], request.blocks)
+            request.advance(chunk.length, chunk.samples)
+            if request.shareable:
+                known = request.tokens[: request.computed]
+                self.cache.publish(known, request.blocks, request.cache_salt)
 
     def release(self, request: Request) -> None:
-        """Takes a finished request out of the running, its blocks and slot with it."""
+        """Takes a finished request out; its blocks and slot are free again."""
         assert request.in_flight == 0
-        if request.slot == NO_SLOT:
+        if request.slot != NO_SLOT:
+            self._vacate(request)
+        elif request in self.waiting:
             self.waiting.remove(request)
-            return
-        self.running.remove(request)
-        self._vacate(request)
+            if self._swap_space is not None:
+                self._swap_space.discard(request.id)
 
     def preempt(self, request: Request) -> None:
-        """Sends a running request back to the head of the queue; its KV is recomputed later."""
+        """Sends a running request back to the queue; its KV is swapped out or given up."""
         assert request.in_flight == 0 and request.pending == 0
-        self.running.remove(request)
+        self.counters.preemptions += 1
+        filled = request.blocks[: -(-request.computed // self._block_size)]
+        if self._swap_space is not None and self._swap_space.store(request.id, filled):
+            self.counters.swaps += 1
         self._vacate(request)
-        request.computed = 0
-        self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        if self._swap_space is None or request.id not in self._swap_space:
+            request.computed = 0
+        request.preempted = True
+        self.waiting.push(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all prefixes, those that running requests are still computing included."""
+        self.cache.reset()
+        for request in self.running:
+            request.shareable = False
 
     def _schedule_decodes(self, step: Schedule) -> None:
         for request in list(self.running):
@@ -143,41 +180,85 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Gets the block that the request's next token needs, by preemption if need be; False
         when the request itself had to give way."""
-        while request.computed >= len(request.blocks) * self._block_size:
-            blocks = self.cache.allocate(1)
-            if blocks is not None:
-                self._give_blocks(request, blocks)
-                break
+        if request.computed < len(request.blocks) * self._block_size:
+            return True
+        while (blocks := self.cache.acquire(NO_TOKENS, 1)) is None:
             if any(other.in_flight for other in self.running):
                 raise MustDrain
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:
                 return False
+        self._give_blocks(request, blocks)
         return True
 
-    def _admit(self, request: Request) -> bool:
-        """Gives a waiting request a slot and blocks for all it knows, if there are enough."""
-        if not self._free_slots:
+    def _schedule_waiting(self, step: Schedule, budget: int) -> None:
+        """Admits waiting requests in order, until one finds no slot or no blocks. One that should
+        wait for a prefix that another is computing is passed over for this step."""
+        deferred: list[Request] = []
+        while budget > 0 and self._free_slots and not self._full(step):
+            request = self.waiting.first()
+            if request is None or len(deferred) == self._max_prefill_seqs:
+                break
+            cached = self._match(request)
+            if self._is_being_computed(request, len(cached)):
+                deferred.append(self.waiting.pop())
+            elif self._admit(request, cached):
+                self.waiting.pop()
+                budget -= self._add_chunk(step, request, budget)
+            else:
+                break
+        for request in deferred:
+            self.waiting.push(request)
+
+    def _match(self, request: Request) -> Blocks:
+        if request.needs_full_prefill:
+            return NO_TOKENS
+        return self.cache.match(request.tokens[: request.num_known], request.cache_salt)
+
+    def _is_being_computed(self, request: Request, num_cached: int) -> bool:
+        """Whether a running request is about to compute the next block that this one needs: then
+        it pays to wait until that is published, and read it."""
+        if not self.cache.shares or request.needs_full_prefill:
             return False
-        tokens = request.tokens[: request.num_known]
-        cached = self.cache.match(tokens)
+        end = (num_cached + 1) * self._block_size
+        if end >= request.num_known:
+            return False
+        tokens = request.tokens[:end]
+        return any(
+            other.computed < end
+            and end <= other.num_known
+            and other.shareable
+            and other.cache_salt == request.cache_salt
+            and np.array_equal(other.tokens[:end], tokens)
+            for other in self.running
+            if not other.decoding and not other.finished
+        )
+
+    def _admit(self, request: Request, cached: Blocks) -> bool:
+        """Gives a waiting request a slot and blocks for all it knows, if there are enough."""
         needed = -(-request.num_known // self._block_size) - len(cached)
-        fresh = self.cache.allocate(needed)
-        if fresh is None:
-            self.cache.release(cached)
+        spare = len(self.running)  # the next block of each, lest the newcomer is pushed out at once
+        if self.running and needed + spare > self.cache.num_available:
+            return False
+        blocks = self.cache.acquire(cached, needed)
+        if blocks is None:
             return False
         request.slot = self._free_slots.pop()
-        self._give_blocks(request, np.concatenate([cached, fresh]))
-        request.computed = len(cached) * self._block_size
+        self._give_blocks(request, blocks)
+        found = len(cached) * self._block_size
+        if self._swap_space is not None and request.id in self._swap_space:
+            filled = -(-request.computed // self._block_size)
+            self._swap_space.restore(request.id, blocks[len(cached) : filled], len(cached))
+        request.computed = max(request.computed, found)
+        if not request.preempted:
+            self.counters.prefix_queries += request.num_known
+            self.counters.prefix_hits += found
+            request.num_cached = found
         request.resident = request.num_known
-        self.running.append(request)
+        request.shareable = True
+        bisect.insort(self.running, request, key=self._policy)
         return True
-
-    def _give_blocks(self, request: Request, blocks: Blocks) -> None:
-        held = len(request.blocks)
-        self.block_tables[request.slot, held : held + len(blocks)] = blocks
-        request.blocks = np.concatenate([request.blocks, blocks])
 
     def _add_chunk(self, step: Schedule, request: Request, budget: int) -> int:
         length = min(request.remaining, budget)
@@ -189,19 +270,23 @@ class Scheduler:
     def _full(self, step: Schedule) -> bool:
         return len(step.prefill) >= self._max_prefill_seqs
 
-    def _advance(self, request: Request, count: int, samples: bool) -> None:
-        request.computed += count
-        request.in_flight += 1
-        request.pending += samples
+    def _give_blocks(self, request: Request, blocks: Blocks) -> None:
+        held = len(request.blocks)
+        self.block_tables[request.slot, held : held + len(blocks)] = blocks
+        request.blocks = np.concatenate([request.blocks, blocks])
 
     def _vacate(self, request: Request) -> None:
-        """Gives back what a running request holds:
+        """Takes a request out of the running and gives back what it holds:
 
-            blocks  [0, len(blocks))   one reference each, shared prefix and own alike
-            slot                       its row of the token table
+            blocks  [0, computed)               full ones: to the cache, if it may share them
+                    [computed, len(blocks) * S)  to the pool
+            slot                                its row of the token table
 
-        Nothing in flight may touch them.
+        Tokens drawn after the end of the request are not among the known: not shared.
         """
-        self.cache.release(request.take_blocks())
+        self.running.remove(request)
+        count = min(request.computed, request.num_known) if request.shareable else 0
+        known = request.tokens[:count]
+        self.cache.release(request.take_blocks(), known, request.cache_salt)
         self._free_slots.append(request.slot)
         request.slot = NO_SLOT

@@ -1,20 +1,24 @@
-"""The device side of one engine step: two pure functions, jitted, with donated state.
+"""The device side of one engine step: pure functions, jitted, with donated state.
 
 ``forward`` runs the model over a mixed batch and gives one row of logits per request; ``sample``
 draws the next tokens. They are two programs because their variants would multiply: every bucket
 needs one forward program (seconds to compile) and every combination of sampling features one
-sampling program (fractions of a second).
+sampling program (fractions of a second). Between them ``process_logits`` runs once per distinct
+``logits_processor`` in the batch; after them ``prompt_logprobs`` scores prompts that ask for it.
 
 The state between steps is a table ``tokens (R + 1, L)``: for each request slot the token at each
 position, as far as it went through or came from the device. A decode row reads its input there,
-so a step can be dispatched before the host knows what the previous one drew. Row R is scratch.
+so a step can be dispatched before the host knows what the previous one drew, and so do the
+penalties. Row R is scratch. ``enter_tokens`` and ``enter_rules`` write what an admitted request
+brings along into its slot.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +26,8 @@ from jax import lax
 
 from jllm.engine.batch import Field, StepSpec, forward_fields, sample_fields
 from jllm.models.attention import Rows, locate_tokens, paged_attention, write_kv
-from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows
+from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules
+from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
 from jllm.models.sampler import sample as draw
 from jllm.models.transformer import forward as run_model
 from jllm.models.transformer import head
@@ -30,6 +35,11 @@ from jllm.params import Params
 
 Array = jax.Array
 Cache = list[Array]
+
+# What a logits_processor may set a logit to: -inf and NaN become the least of these, so that a
+# row always has something to draw, and dividing by the least temperature stays finite.
+LOGIT_LIMIT = 1e30
+PROMPT_CHUNK = 256
 
 
 def unpack(plan: Array, fields: tuple[Field, ...]) -> dict[str, Array]:
@@ -46,7 +56,7 @@ def unpack(plan: Array, fields: tuple[Field, ...]) -> dict[str, Array]:
 @functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("cache", "tokens"))
 def forward(
     params: Params, cache: Cache, tokens: Array, plan: Array, *, spec: StepSpec
-) -> tuple[Cache, Array, Array]:
+) -> tuple[Cache, Array, Array, Array]:
     """One forward pass: writes the step's keys and values and returns logits.
 
     Args:
@@ -57,8 +67,10 @@ def forward(
       spec: the static sizes.
 
     Returns:
-      The cache, the token table with the prefill tokens entered, and logits (B, V) float32 of
-      the last token of each row.
+      The cache, the token table with the prefill tokens entered, logits (B, V) float32 of the
+      last token of each row, and the final hidden states (num_prefill, E) of the prefill tokens.
+      The latter are for ``prompt_logprobs``; they are there anyway, and a variant without them
+      would be a second program for every prefill bucket.
     """
     fields = unpack(plan, forward_fields(spec))
     rows = Rows(fields["block_tables"], fields["context_lens"], fields["query_start"])
@@ -93,22 +105,106 @@ def forward(
     if spec.num_prefill:
         ends = spec.num_decode + rows.query_start[1:] - 1
         last = jnp.concatenate([last, jnp.maximum(ends, 0)])
-    return cache, tokens, head(params, hidden[last])
+    return cache, tokens, head(params, hidden[last]), hidden[spec.num_decode :]
+
+
+@jax.jit
+def read_blocks(cache: Cache, blocks: Array) -> Cache:
+    """Per layer the content (n, 2, K, S, D) of blocks (n,)."""
+    return [kv[blocks] for kv in cache]
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def write_blocks(cache: Cache, blocks: Array, content: Cache) -> Cache:
+    """The cache, in place, with ``content`` as ``read_blocks`` gave it in these blocks."""
+    return [kv.at[blocks].set(new) for kv, new in zip(cache, content, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("tokens",))
 def sample(
-    tokens: Array, logits: Array, plan: Array, *, spec: SamplerSpec
+    tokens: Array, rules: Rules, logits: Array, raw: Array, plan: Array, *, spec: SamplerSpec
 ) -> tuple[Array, Sampled]:
     """Draws the next token of every row and enters it into the token table.
 
     Args:
       tokens: (R + 1, L) int32, the token table; donated.
+      rules: one entry per slot.
       logits: (B, V) float32.
+      raw: (B, V) float32, the same before any ``process_logits``.
       plan: packed ``sample_fields(B)``.
       spec: which features are on.
     """
-    fields: dict[str, Any] = unpack(plan, sample_fields(len(logits)))
-    slots = fields.pop("slots")
-    sampled = draw(logits, SamplingRows(**fields), spec)
+    fields = unpack(plan, sample_fields(len(logits)))
+    slots = fields["slots"]
+    if spec.rules:
+        rows = RuleRows(*(fields[name] for name in RuleRows._fields))
+        logits = apply_rules(logits, tokens, slots, rules, rows)
+    options = SamplingRows(*(fields[name] for name in SamplingRows._fields))
+    sampled = draw(logits, raw, options, spec)
     return tokens.at[slots, fields["positions"]].set(sampled.tokens, mode="drop"), sampled
+
+
+@functools.partial(jax.jit, static_argnames=("processor",))
+def process_logits(
+    tokens: Array,
+    logits: Array,
+    plan: Array,
+    mask: Array,
+    *,
+    processor: Callable[[Array, Array], Array],
+) -> Array:
+    """Logits (B, V) with those of the rows in ``mask`` (B,) bool changed by the user's function.
+
+    A program of its own, so that a distinct function is compiled once per number of rows and not
+    once for each combination of sampling features.
+    """
+    fields = unpack(plan, sample_fields(len(logits)))
+    known = jnp.arange(tokens.shape[-1]) < fields["positions"][:, None]
+    history = jnp.where(known, tokens[fields["slots"]], NO_TOKEN)  # (B, L)
+    changed = jax.vmap(processor)(logits, history).astype(jnp.float32)
+    changed = jnp.where(jnp.isnan(changed), -LOGIT_LIMIT, changed)
+    return jnp.where(mask[:, None], jnp.clip(changed, -LOGIT_LIMIT, LOGIT_LIMIT), logits)
+
+
+class PromptScores(NamedTuple):
+    """``token_logprobs`` of the T prefill tokens of a step, each of the token that follows it."""
+
+    logprobs: Array  # (T,) float32
+    top_ids: Array  # (T, n) int32
+    top_logprobs: Array  # (T, n) float32
+
+
+@functools.partial(jax.jit, static_argnames=("count",))
+def prompt_logprobs(params: Params, hidden: Array, targets: Array, *, count: int) -> PromptScores:
+    """Logprobs of prompt tokens, a chunk of positions at a time, so that memory does not grow
+    with the prompt by a vocabulary per token.
+
+    Args:
+      params: the model.
+      hidden: (T, E), from ``forward``.
+      targets: (T,) int32, the token that follows each; any id where none is wanted.
+      count: how many of the likeliest to report.
+    """
+    size, chunk = len(targets), min(PROMPT_CHUNK, len(targets))
+    padding = -size % chunk
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
+    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+
+    def score(chunk: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        return token_logprobs(head(params, chunk[0]), chunk[1], count)
+
+    scores = lax.map(score, (hidden, targets))
+    return PromptScores(*(x.reshape(size + padding, *x.shape[2:])[:size] for x in scores))
+
+
+@functools.partial(jax.jit, donate_argnames=("tokens",))
+def enter_tokens(tokens: Array, slot: Array, ids: Array) -> Array:
+    """The token table with ``ids`` (L,) as its row ``slot``: what a request already knows,
+    for those whose options look back at tokens that do not go through the device again."""
+    return tokens.at[slot].set(ids)
+
+
+@functools.partial(jax.jit, donate_argnames=("rules",))
+def enter_rules(rules: Rules, slot: Array, entry: Rules) -> Rules:
+    """The rules table with a request's rules at ``slot``."""
+    return Rules(*(table.at[slot].set(new) for table, new in zip(rules, entry, strict=True)))

@@ -163,6 +163,10 @@ def _attend_tiles(
         scores = jnp.einsum("mqkgd,mcksd->mkgqcs", q32, k, precision=lax.Precision.HIGHEST)
         scores = scores.reshape(m_tiles, num_kv, group, size, blocks * block_size)
         at = index * blocks * block_size + jnp.arange(blocks * block_size)
+        # Past the end of a row its blocks hold what others left. Weights there are 0, but 0 * nan
+        # is nan: one request with broken weights would spoil those that get its blocks next.
+        own = (at <= positions.max(axis=1)[:, None]).reshape(m_tiles, blocks, 1, block_size, 1)
+        v = jnp.where(own, v, 0.0)
         seen = at <= positions[:, :, None]  # (M, Q, C * S)
         if window is not None:
             seen &= at > positions[:, :, None] - window

@@ -2,21 +2,28 @@
 
 The order is fixed and documented here once:
 
-1. temperature divides the logits; below ``GREEDY_TEMPERATURE`` the row is greedy (argmax, the
+0. ``logits_processor`` changes the model's logits;
+1. bias and masks: ``logit_bias`` is added, then every token that ``allowed_token_ids``,
+   ``bad_words`` or ``min_tokens`` forbids becomes -inf. Masks win over everything: nothing
+   before or after brings a forbidden token back (logit_rules.py);
+2. penalties: repetition, then frequency and presence (logit_rules.py);
+3. temperature divides the logits; below ``GREEDY_TEMPERATURE`` the row is greedy (argmax, the
    lowest id among equals) and nothing that follows applies to it;
-2. min-p keeps tokens at least ``min_p`` times as likely as the likeliest;
-3. top-k keeps the k likeliest of those;
-4. top-p keeps the likeliest of those, just as many as needed to reach ``top_p`` of their mass.
+4. min-p keeps tokens at least ``min_p`` times as likely as the likeliest;
+5. top-k keeps the k likeliest of those;
+6. top-p keeps the likeliest of those, just as many as needed to reach ``top_p`` of their mass.
 
 "Likeliest" is by (probability descending, id ascending), so ties have one answer, and the first
 token is always kept. What is left is drawn by the Gumbel-max trick with counter-based noise
-(rng.py): argmax of logit + noise.
+(rng.py): argmax of logit + noise. Raw logprobs are of the logits before all this, processed ones
+of what the token was drawn from.
 
 A feature that no row of the batch uses is off in the static ``SamplerSpec`` and costs nothing.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +38,9 @@ Array = jax.Array
 GREEDY_TEMPERATURE = 1e-5
 # Rows whose kept tokens all lie among the likeliest 256 never need the vocabulary sorted.
 CANDIDATES = 256
+# min-p and top-p compare probabilities that float32 gives to within a few 1e-6: equality within
+# this counts as equality, so that of four tokens of 1/4 each top_p=0.5 keeps two, on any device.
+BOUNDARY = 1e-5
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,31 @@ class SamplerSpec:
     Attributes:
       random: some row draws from the whole vocabulary.
       filtered: some row draws through top-k, top-p or min-p.
-      logprobs: None, or how many alternatives to report beside the sampled token's logprob.
+      rules: some row has a bias, a mask or a penalty.
+      processed: some row reports logprobs of the distribution it is drawn from.
+      logprobs: None, or how many alternatives to report beside the sampled token's logprob; -1
+        for the whole vocabulary.
     """
 
     random: bool = False
     filtered: bool = False
+    rules: bool = False
+    processed: bool = False
     logprobs: int | None = None
+
+    def covers(self, other: SamplerSpec) -> bool:
+        """Whether a program of this spec gives all that one of the other would."""
+        return (
+            self.random >= other.random
+            and self.filtered >= other.filtered
+            and self.rules >= other.rules
+            and self.processed >= other.processed
+            and _reported(self.logprobs) >= _reported(other.logprobs)
+        )
+
+
+def _reported(logprobs: int | None) -> float:
+    return -1 if logprobs is None else math.inf if logprobs == -1 else logprobs
 
 
 class SamplingRows(NamedTuple):
@@ -58,31 +87,45 @@ class SamplingRows(NamedTuple):
     seeds: Array  # (B, 2) uint32: low and high word
     samples: Array  # (B,) int32: which of the request's n samples
     positions: Array  # (B,) int32: position of the token being drawn
+    processed: Array  # (B,) int32: 1 to report logprobs of the distribution it is drawn from
 
 
 class Sampled(NamedTuple):
     """What a step tells the host."""
 
     tokens: Array  # (B,) int32
-    logprobs: Array | None  # (B,) float32, of the sampled token under the raw distribution
+    logprobs: Array | None  # (B,) float32, of the sampled token
     top_ids: Array | None  # (B, n) int32, likeliest first
-    top_logprobs: Array | None  # (B, n) float32
+    top_logprobs: Array | None  # (B, n) float32; processed: -inf for what cannot be drawn
 
 
-def sample(logits: Array, rows: SamplingRows, spec: SamplerSpec) -> Sampled:
-    """Draws one token per row from logits (B, V), float32."""
+def sample(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> Sampled:
+    """Draws one token per row.
+
+    Args:
+      logits: (B, V) float32, after bias, masks and penalties; -inf cannot be drawn.
+      raw: (B, V) float32, the model's own; only read for raw logprobs.
+      rows: the options.
+      spec: which features are on.
+    """
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    greedy = rows.temperature < GREEDY_TEMPERATURE
+    drawn_from = logits
     if spec.random or spec.filtered:
-        scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
-        uses_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+        greedy = rows.temperature < GREEDY_TEMPERATURE
+        drawn_from = scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
+        filters = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         if spec.random:
-            tokens = jnp.where(greedy | uses_filter, tokens, _draw(scaled, rows))
+            tokens = jnp.where(greedy | filters, tokens, _draw(scaled, rows))
         if spec.filtered:
-            tokens = jnp.where(greedy | ~uses_filter, tokens, _draw_filtered(scaled, rows))
+            filtered, kept = _draw_filtered(scaled, rows, filters, spec.processed)
+            tokens = jnp.where(filters, filtered, tokens)
+            if kept is not None:
+                drawn_from = jnp.where(filters[:, None], kept, scaled)
     if spec.logprobs is None:
         return Sampled(tokens, None, None, None)
-    return Sampled(tokens, *_logprobs(logits, tokens, spec.logprobs))
+    if spec.processed:
+        raw = jnp.where(rows.processed[:, None] > 0, drawn_from, raw)
+    return Sampled(tokens, *token_logprobs(raw, tokens, spec.logprobs))
 
 
 def _draw(scaled: Array, rows: SamplingRows) -> Array:
@@ -90,11 +133,15 @@ def _draw(scaled: Array, rows: SamplingRows) -> Array:
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
 
-def _draw_filtered(scaled: Array, rows: SamplingRows) -> Array:
+def _draw_filtered(
+    scaled: Array, rows: SamplingRows, filters: Array, return_kept: bool
+) -> tuple[Array, Array | None]:
+    """Tokens (B,), and the logits (B, V) with -inf for every token that was filtered out; both
+    are meant only for the rows (B,) that have ``filters``."""
     vocab_size = scaled.shape[-1]
     total = jax.nn.logsumexp(scaled, axis=-1)
 
-    def draw(count: int) -> tuple[Array, Array]:
+    def draw(count: int) -> tuple[Array, Array, Array | None]:
         # Likeliest first, lowest id first among equals. Without the barrier XLA merges the slices
         # below into the sort behind top_k and sorts the whole vocabulary: 45 ms instead of 2.
         values, ids = lax.optimization_barrier(lax.top_k(scaled, count))
@@ -102,14 +149,22 @@ def _draw_filtered(scaled: Array, rows: SamplingRows) -> Array:
         noise = gumbel(rows.seeds, rows.samples, rows.positions, ids)
         best = jnp.argmax(jnp.where(keep, values + noise, -jnp.inf), axis=-1)
         tokens = jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
-        return tokens, ~keep[:, -1]  # the last candidate dropped: no later token can be kept
+        kept = None
+        if return_kept:
+            row = jnp.arange(len(ids))[:, None]
+            kept = jnp.full_like(scaled, -jnp.inf)
+            kept = kept.at[row, ids].set(jnp.where(keep, values, -jnp.inf))
+        # If the last candidate is dropped, no later token can be kept.
+        return tokens, ~keep[:, -1], kept
 
     if vocab_size <= CANDIDATES:
-        return draw(vocab_size)[0]
-    tokens, complete = draw(CANDIDATES)
-    uses_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    complete |= ~uses_filter | (rows.top_k == CANDIDATES)
-    exact: Array = lax.cond(complete.all(), lambda: tokens, lambda: draw(vocab_size)[0])
+        tokens, _, kept = draw(vocab_size)
+        return tokens, kept
+    tokens, complete, kept = draw(CANDIDATES)
+    complete |= ~filters | (rows.top_k == CANDIDATES)
+    exact: tuple[Array, Array | None] = lax.cond(
+        complete.all(), lambda: (tokens, kept), lambda: draw(vocab_size)[::2]
+    )
     return exact
 
 
@@ -127,23 +182,36 @@ def keep_mask(values: Array, total: Array, rows: SamplingRows, vocab_size: int) 
       (B, C) bool: a prefix of ones in every row, at least one long.
     """
     rank = jnp.arange(values.shape[-1])
-    # min-p 0 gives log 0 = -inf: everything passes.
-    keep = values >= values[:, :1] + jnp.log(rows.min_p)[:, None]
+    # min-p 0 gives log 0 = -inf: everything passes that can be drawn at all.
+    keep = values >= values[:, :1] + jnp.log(rows.min_p)[:, None] - BOUNDARY
+    keep &= values > -jnp.inf
     keep &= rank < jnp.where(rows.top_k > 0, rows.top_k, vocab_size)[:, None]
     # Mass that min-p and top-k leave: if they cut nothing here, it is the whole vocabulary's.
     weight = jnp.where(keep, jnp.exp(values - total[:, None]), 0.0)
     cut = (rows.top_k > 0) | (rows.min_p > 0)
     mass = jnp.where(cut, weight.sum(-1), 1.0)
     before = jnp.cumsum(weight, axis=-1) - weight  # mass of the likelier tokens
-    keep &= (before < rows.top_p[:, None] * mass[:, None]) | (rows.top_p >= 1)[:, None]
+    enough = rows.top_p * mass * (1 - BOUNDARY)
+    keep &= (before < enough[:, None]) | (rows.top_p >= 1)[:, None]
     return keep | (rank == 0)
 
 
-def _logprobs(logits: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
+def token_logprobs(logits: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
+    """Log-probability of each row's token, and of the likeliest ones.
+
+    Args:
+      logits: (B, V) float32.
+      tokens: (B,) int32.
+      count: how many of the likeliest; -1 for all.
+
+    Returns:
+      (B,) float32; ids (B, n) int32, likeliest first; their log-probabilities (B, n) float32.
+    """
+    vocab_size = logits.shape[-1]
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - total
     if count == 0:
         empty = jnp.zeros((len(tokens), 0))
         return chosen[:, 0], empty.astype(jnp.int32), empty
-    values, ids = lax.top_k(logits, min(count, logits.shape[-1]))
+    values, ids = lax.top_k(logits, vocab_size if count == -1 else min(count, vocab_size))
     return chosen[:, 0], ids.astype(jnp.int32), values - total

@@ -113,10 +113,21 @@ def logprobs(params: Params, token_ids: Array) -> Array:
     Returns:
       (..., T - 1) float32: entry t is log p(token t + 1 | tokens 0..t), of the raw
       distribution (temperature 1, no filter), as ``SamplingParams(logprobs=0)`` reports it.
+
+    Raises:
+      ValueError: fewer than two tokens, or an id outside the vocabulary. Under ``jit`` ids are
+        not known and so not checked.
     """
     token_ids = jnp.asarray(token_ids)
     if token_ids.ndim == 0 or token_ids.shape[-1] < 2:
         raise ValueError(f"logprobs needs at least two tokens, not shape {token_ids.shape}.")
+    if not isinstance(token_ids, jax.core.Tracer):
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= params.config.vocab_size:
+            raise ValueError(
+                f"logprobs got token id {low if low < 0 else high}, outside the vocabulary of "
+                f"{params.config.vocab_size}."
+            )
     if token_ids.ndim > 1:
         return jax.vmap(lambda ids: logprobs(params, ids))(token_ids)
     logp = jax.nn.log_softmax(logits(params, token_ids[:-1]), axis=-1)

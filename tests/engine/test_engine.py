@@ -173,6 +173,18 @@ def test_max_tokens_none_runs_to_max_model_len() -> None:
         assert len(run(e)["r"].outputs[0].token_ids) == 24
 
 
+def test_a_closed_engine_says_so_and_closes_again_without_complaint() -> None:
+    with engine() as e:
+        e.add_request([1, 2, 3], greedy_params(3))
+        e.close()
+        for call in (lambda: e.add_request([1]), e.step, lambda: e.update_params(tiny_model())):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+        assert not e.has_unfinished()
+    e.close()
+    assert e.stats().running == 0
+
+
 def test_the_same_request_id_twice_gives_two_requests() -> None:
     with engine() as e:
         names = [e.add_request([5, 6, 7], greedy_params(3), request_id="x") for _ in range(2)]
