@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,8 +118,8 @@ def engine_config(
 ) -> EngineConfig:
     """The engine's config of a row, what the user chose before what the row prescribes.
 
-    A prescribed max_model_len beyond the model's own is lowered to it, which the record shows. The
-    prefix cache is set where this jllm has that option; see ``has_prefix_cache``.
+    A prescribed max_model_len beyond the model's own is lowered to it, which the record shows.
+    Prefixes are shared only where the row says so: else repetitions would be served from the cache.
     """
     given = {name: getattr(options, name) for name in ENGINE_FIELDS}
     changes: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
@@ -128,11 +127,5 @@ def engine_config(
         changes["max_model_len"] = options.max_model_len
     elif max_model_len is not None:
         changes["max_model_len"] = min(max_model_len, model.max_position_embeddings)
-    if has_prefix_cache():
-        changes["prefix_cache"] = "radix" if share_prefixes else "naive"
+    changes["prefix_cache"] = "radix" if share_prefixes else "naive"
     return EngineConfig(**changes)
-
-
-def has_prefix_cache() -> bool:
-    """Whether an engine can share the blocks of equal prefixes."""
-    return any(field.name == "prefix_cache" for field in dataclasses.fields(EngineConfig))

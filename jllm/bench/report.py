@@ -173,7 +173,7 @@ def _provenance(record: Result) -> list[str]:
         lines.append("  - **the run did not finish**")
     lines += [f"  - skipped {name}: {why}" for name, why in record.skipped.items()]
     steps = [row.step for row in record.rows.values() if row.step]
-    gaps = [step["host_gap_ms"] for step in steps if "host_gap_ms" in step]
+    gaps = [step["host_gap_ms"] for step in steps]
     if gaps:
         lines.append(f"  - host gap per step, at most: {min(gaps):.3f} to {max(gaps):.3f} ms")
     return [*lines, ""]

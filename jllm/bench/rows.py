@@ -67,7 +67,7 @@ class ThroughputRow:
       total: count input and output tokens, not the output alone.
       sampling: with n and logprobs.
       max_model_len: of the engine; None lets it choose.
-      share_prefixes: turn the prefix cache on, if the engine has one.
+      share_prefixes: turn the prefix cache on.
     """
 
     name: str

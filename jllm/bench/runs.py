@@ -14,9 +14,6 @@ from jllm.bench.datasets import Request
 from jllm.engine.engine import Engine
 from jllm.sampling_params import SamplingParams
 
-# Counters of EngineStats with the seconds that the host spent per part of a step.
-STEP_PARTS = ("plan", "dispatch", "wait")
-
 
 class TimeLimitReached(Exception):
     """The deadline passed in the middle of a run; the run gives no number."""
@@ -47,6 +44,14 @@ class Sampling:
         )
 
 
+class StepParts(NamedTuple):
+    """Seconds that the host spent on each part of the steps, see ``EngineStats``."""
+
+    plan: float
+    dispatch: float
+    wait: float
+
+
 class Run(NamedTuple):
     """What one run took.
 
@@ -55,7 +60,7 @@ class Run(NamedTuple):
       latencies: per request, seconds until it was finished.
       prompt_tokens: of all prompts, each counted once.
       output_tokens: of all samples.
-      steps, num_compiles, preemptions: by the engine's counters.
+      steps, num_compiles, preemptions, prefix_hits: by the engine's counters; the last in tokens.
       step: see ``step_times``.
     """
 
@@ -66,6 +71,7 @@ class Run(NamedTuple):
     steps: int
     num_compiles: int
     preemptions: int
+    prefix_hits: int
     step: dict[str, float]
 
 
@@ -117,11 +123,11 @@ def run(
         seconds = time.perf_counter() - start
     after = engine.stats()
     steps = after.num_steps - before.num_steps
-    split = {
-        part: getattr(after, f"{part}_s") - getattr(before, f"{part}_s")
-        for part in STEP_PARTS
-        if hasattr(after, f"{part}_s")
-    }
+    split = StepParts(
+        after.plan_s - before.plan_s,
+        after.dispatch_s - before.dispatch_s,
+        after.wait_s - before.wait_s,
+    )
     return Run(
         seconds=seconds,
         latencies=latencies,
@@ -130,24 +136,23 @@ def run(
         steps=steps,
         num_compiles=after.num_compiles - before.num_compiles,
         preemptions=after.num_preemptions - before.num_preemptions,
+        prefix_hits=after.prefix_hits - before.prefix_hits,
         step=step_times(seconds, steps, split),
     )
 
 
-def step_times(seconds: float, steps: int, split: dict[str, float]) -> dict[str, float]:
+def step_times(seconds: float, steps: int, parts: StepParts) -> dict[str, float]:
     """Milliseconds per step.
 
-    ``step_ms`` is wall time. If the engine counts them, ``plan_ms``, ``dispatch_ms`` and
-    ``wait_ms`` are the host's time per part, and ``host_gap_ms`` is all but the waiting: the most
-    that the device can have idled because of the host.
+    ``step_ms`` is wall time; ``plan_ms``, ``dispatch_ms`` and ``wait_ms`` are the host's time by
+    part; ``host_gap_ms`` is all but the waiting: the most that the device can have idled because
+    of the host.
     """
     if steps == 0:
         return {}
-    times = {"step_ms": seconds / steps * 1e3}
-    times |= {f"{part}_ms": value / steps * 1e3 for part, value in split.items()}
-    if "wait" in split:
-        times["host_gap_ms"] = max(0.0, times["step_ms"] - times["wait_ms"])
-    return times
+    times = {"step_ms": seconds, **{f"{part}_ms": s for part, s in parts._asdict().items()}}
+    times["host_gap_ms"] = max(0.0, seconds - parts.wait)
+    return {name: value / steps * 1e3 for name, value in times.items()}
 
 
 def _rates(prompt_tokens: int, output_tokens: int, seconds: float) -> str:

@@ -236,7 +236,7 @@ def line(name: str, row: Row) -> str:
         text += f"   limit {row.roofline:.4g} ({share:.0%})"
     if len(row.runs) > 1:
         text += f"   spread {row.spread:.1%} of {len(row.runs)}"
-    if row.step and "host_gap_ms" in row.step:
+    if row.step:
         text += f"   host gap {row.step['host_gap_ms']:.3f} ms/step"
     if row.num_compiles is not None:
         text += f"   compiles {row.num_compiles}"

@@ -6,7 +6,6 @@ import statistics
 
 from jllm.bench import roofline
 from jllm.bench.datasets import Request, Source, Workload
-from jllm.bench.models import has_prefix_cache
 from jllm.bench.results import Row, row
 from jllm.bench.rows import ThroughputRow
 from jllm.bench.runs import Sampling, run
@@ -45,12 +44,11 @@ def measure(session: Session, spec: ThroughputRow) -> Row:
         "requests_per_s": len(workload.requests) / seconds,
         "steps": runs[0].steps,
         "preemptions": max(r.preemptions for r in runs),
+        "prefix_hit_tokens": runs[0].prefix_hits,
         "warm_up_runs": repeated.discarded,
         "temperature": spec.sampling.temperature,
         "n": spec.sampling.n,
     }
-    if spec.share_prefixes:
-        detail["prefix_cache"] = "radix" if has_prefix_cache() else "this jllm has none"
     compiles = sum(r.num_compiles for r in runs)
     return row(
         both if spec.total else out,

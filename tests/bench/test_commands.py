@@ -14,7 +14,7 @@ from jllm.bench.__main__ import main
 from jllm.bench.datasets import Request
 from jllm.bench.results import Result
 from jllm.bench.rows import SUITES
-from jllm.bench.runs import Sampling, TimeLimitReached, run, step_times
+from jllm.bench.runs import Sampling, StepParts, TimeLimitReached, run, step_times
 from jllm.bench.startup import padding
 from tests.tiny_model import random_prompts, tiny_model
 
@@ -44,7 +44,7 @@ def test_latency_measures_every_row_and_compiles_nothing_meanwhile(latency: Resu
     assert latency.finished and not latency.skipped
     for row in latency.rows.values():
         assert row.valid and row.num_compiles == 0 and row.value > 0 and len(row.runs) == 2
-        assert row.roofline and row.step and row.step["step_ms"] > 0
+        assert row.roofline and row.step and 0 < row.step["host_gap_ms"] <= row.step["step_ms"]
     assert latency.environment["backend"] == "cpu"
     assert latency.settings["engines"][0]["config"]["decode_buckets"] == [8]
 
@@ -72,7 +72,8 @@ def test_throughput_measures_every_row_and_labels_its_rates(throughput: Result) 
     rollout = throughput.rows["rollout_2x3_8_4_logprobs_out_tok_s"]
     assert (rollout.detail["n"], rollout.detail["output_tokens"]) == (3, 24)
     shared = throughput.rows["shared32_4x8_4_out_tok_s"]
-    assert shared.detail["prefix_cache"] in ("radix", "this jllm has none")
+    assert shared.detail["prefix_hit_tokens"] == 4 * 32  # the prefix was cached beforehand
+    assert out.detail["prefix_hit_tokens"] == 0
 
 
 def test_one_process_measures_rows_of_both_kinds_and_prints_the_record(
@@ -172,9 +173,9 @@ def test_a_short_output_is_an_error_and_not_a_fast_run(engine: jllm.Engine) -> N
 
 
 def test_the_host_gap_is_what_the_host_did_not_wait() -> None:
-    assert step_times(2.0, 1000, {}) == {"step_ms": 2.0}
-    times = step_times(2.0, 1000, {"plan": 0.1, "dispatch": 0.3, "wait": 1.5})
-    assert times["plan_ms"] == pytest.approx(0.1)
+    assert step_times(2.0, 0, StepParts(0, 0, 0)) == {}
+    times = step_times(2.0, 1000, StepParts(plan=0.1, dispatch=0.3, wait=1.5))
+    assert (times["step_ms"], times["plan_ms"]) == pytest.approx((2.0, 0.1))
     assert times["host_gap_ms"] == pytest.approx(0.5)
 
 
