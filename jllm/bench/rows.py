@@ -181,7 +181,7 @@ _PATTERNS: tuple[tuple[str, Callable[[str, Groups], BenchRow]], ...] = (
 
 
 def requests_of(row: LatencyRow, source: Source, new_tokens: int) -> list[Request]:
-    """The batch of a latency row: fresh random ids for every seed, so that nothing is cached."""
+    """The batch of a latency row."""
     return random_workload(
         row.batch, row.context, new_tokens, vocab_size=source.vocab_size, seed=source.seed
     ).requests

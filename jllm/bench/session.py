@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from jllm.bench.datasets import Request, Source
 from jllm.bench.models import Model, chosen_hardware, engine_config
 from jllm.bench.rows import BenchRow, LatencyRow
 from jllm.bench.runs import Run, Sampling, TimeLimitReached, run
 from jllm.config import EngineConfig
+from jllm.engine.batch import Buckets
 from jllm.engine.engine import Engine
 from jllm.engine.planner import LOGPROBS_LEVELS, sampler_spec
 from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
@@ -55,7 +58,6 @@ class Session:
         self.model_config = model.params.config
         self.itemsize = int(model.params.dtype.itemsize)
         self.hardware = chosen_hardware(options, device_kind)
-        self.seed: int = options.seed
         self.deadline = deadline
         self.done: dict[Hashable, Repeated] = {}
         self._engine: tuple[EngineConfig, Engine] | None = None
@@ -74,11 +76,12 @@ class Session:
             self._engine = config, Engine(self.model.params, config)
         return self._engine[1]
 
-    def source(self, repetition: int) -> Source:
-        """What the workload of one repetition is drawn from."""
+    @property
+    def source(self) -> Source:
+        """What workloads are drawn from."""
         tokenizer = self.model.params.tokenizer
         encode = None if tokenizer is None else tokenizer.encode
-        return Source(self.model_config.vocab_size, self.seed + repetition, encode)
+        return Source(self.model_config.vocab_size, self.options.seed, encode)
 
     def close(self) -> None:
         """Frees the engine's memory."""
@@ -96,8 +99,8 @@ class Session:
         """Runs a workload until nothing compiles, then several times more.
 
         Args:
-          prepare: draws the requests; called before each run, off the clock, with a seed of its
-            own.
+          prepare: draws the requests, the same each time, and empties caches; called before each
+            run, off the clock.
 
         Raises TimeLimitReached.
         """
@@ -115,8 +118,7 @@ class Session:
                 if runs:
                     break
                 raise TimeLimitReached
-            # The first counted run has the seed itself: the workload that the row is defined by.
-            requests = prepare(self.source(len(runs)))
+            requests = prepare(self.source)
             done = run(engine, requests, sampling, deadline=self.deadline, label=label)
             first = discarded == 0 and not runs and not buckets and done.seconds < LONG_RUN_S
             if (done.num_compiles or first) and not runs and discarded < MAX_WARM_UPS:
@@ -127,10 +129,15 @@ class Session:
         return Repeated(runs, discarded)
 
     def _warm_up_buckets(self, engine: Engine, sampling: Sampling) -> None:
-        spec = spec_of(sampling)
-        if spec not in self._warm:
-            engine.warm_up([spec])
-            self._warm.add(spec)
+        sampler = spec_of(sampling)
+        if sampler in self._warm:
+            return
+        steps = Buckets.of(engine.config).all_specs()
+        for step in tqdm(steps, desc="warm-up", leave=False, disable=self.options.quiet):
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise TimeLimitReached
+            engine.warm_up([sampler], [step])
+        self._warm.add(sampler)
 
 
 def spec_of(sampling: Sampling) -> SamplerSpec:

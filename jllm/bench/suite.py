@@ -254,4 +254,7 @@ def _grouped(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def _exit_code(result: Result) -> int:
-    return 0 if result.rows and all(row.valid for row in result.rows.values()) else 1
+    """1 if nothing was measured, or something that is not valid, or the device failed."""
+    failed = any(why.startswith("failed:") for why in result.skipped.values())
+    valid = all(row.valid for row in result.rows.values())
+    return 0 if result.rows and valid and not failed else 1

@@ -18,7 +18,7 @@ def measure(session: Session, spec: ThroughputRow) -> Row:
     Raises ValueError if a request of the workload could never run.
     """
     engine = session.engine(spec)
-    workload = spec.make(session.source(0))
+    workload = spec.make(session.source)
 
     def prepare(source: Source) -> list[Request]:
         again = spec.make(source)

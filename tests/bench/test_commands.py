@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jllm
-from jllm.bench import results
+from jllm.bench import results, suite
 from jllm.bench.__main__ import main
 from jllm.bench.datasets import Request
 from jllm.bench.results import Result
@@ -131,6 +131,23 @@ def test_a_row_that_does_not_fit_is_skipped_and_the_others_are_measured(tmp_path
     assert list(found.rows) == ["prefill_s_B1x8"]
     assert "needs 9 rows at once, but max_num_seqs is 8" in found.skipped["prefill_s_B9x8"]
     assert "needs 501 tokens, but max_model_len is 192" in found.skipped["prefill_s_B1x500"]
+
+
+def test_a_failing_device_loses_one_row_and_is_not_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = suite.throughput.measure
+
+    def measure(session: Any, row: Any) -> Any:
+        if row.name == "2x8_4_out_tok_s":
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand so on")
+        return healthy(session, row)
+
+    monkeypatch.setattr(suite.throughput, "measure", measure)
+    names = "2x8_4_out_tok_s,2x8_3_out_tok_s"
+    found = measured(["throughput", *TINY, "--rows", names], tmp_path / "out.json", code=1)
+    assert list(found.rows) == ["2x8_3_out_tok_s"]
+    assert found.skipped == {"2x8_4_out_tok_s": "failed: RESOURCE_EXHAUSTED: out of memory"}
 
 
 @pytest.fixture(scope="module")
