@@ -19,7 +19,7 @@ from jllm.cache.prefix_cache import PrefixCache
 from jllm.cache.radix import RadixCache
 from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
-from jllm.engine.batch import Buckets
+from jllm.engine.batch import Buckets, StepSpec
 from jllm.engine.completion import Completion
 from jllm.engine.group import Group
 from jllm.engine.intake import Intake, Prompt
@@ -223,22 +223,32 @@ class Engine:
         """Forgets all cached prefixes; running requests keep what they hold, unshared."""
         self._scheduler.reset_prefix_cache()
 
-    def warm_up(self, samplers: Sequence[SamplerSpec] | None = None) -> int:
+    def warm_up(
+        self,
+        samplers: Sequence[SamplerSpec] | None = None,
+        specs: Sequence[StepSpec] | None = None,
+    ) -> int:
         """Compiles and runs every program a request could need, so that none is compiled later,
         except for those of ``logprobs=-1`` and of a ``logits_processor``.
+
+        Args:
+          samplers: only these combinations of sampling features, and no prompt logprobs.
+          specs: only these step sizes.
 
         Returns how many programs were compiled or read from the compilation cache.
         """
         self._check_open()
         before = self._runner.num_compiles
-        samplers = all_sampler_specs() if samplers is None else samplers
+        specs = self._buckets.all_specs() if specs is None else specs
+        if samplers is None:
+            samplers = all_sampler_specs()
+            for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
+                self._runner.warm_up_prompt_logprobs(num_prefill)
         rows_done: set[int] = set()
-        for spec in self._buckets.all_specs():
+        for spec in specs:
             for sampler in samplers if spec.num_rows not in rows_done else samplers[:1]:
                 self._runner.warm_up(spec, sampler)
             rows_done.add(spec.num_rows)
-        for num_prefill in self._buckets.prefill:
-            self._runner.warm_up_prompt_logprobs(num_prefill)
         self._runner.warm_up_entries()
         if self.config.preemption == "swap":
             self._runner.warm_up_copies()
