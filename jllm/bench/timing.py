@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jllm.engine.runner import compiles_so_far
+from jllm.compilation import compiles_so_far
 from jllm.models.layers import matmul
 
 Op = Callable[..., Any]
