@@ -114,12 +114,13 @@ class Session:
         runs: list[Run] = []
         discarded, spent = 0, 0.0
         while len(runs) < options.repeats and (not runs or spent < options.row_budget_s):
-            if self.deadline is not None and time.monotonic() > self.deadline:
+            requests = prepare(self.source)
+            try:
+                done = run(engine, requests, sampling, deadline=self.deadline, label=label)
+            except TimeLimitReached:
                 if runs:
                     break
-                raise TimeLimitReached
-            requests = prepare(self.source)
-            done = run(engine, requests, sampling, deadline=self.deadline, label=label)
+                raise
             first = discarded == 0 and not runs and not buckets and done.seconds < LONG_RUN_S
             if (done.num_compiles or first) and not runs and discarded < MAX_WARM_UPS:
                 discarded += 1
