@@ -168,6 +168,15 @@ def test_a_prompt_plus_max_tokens_of_exactly_max_model_len_runs_to_the_last_posi
         assert run(e)["r"].outputs[0].token_ids == greedy(prompt, 24)
 
 
+def test_a_prompt_larger_than_the_whole_pool_is_refused_and_holds_up_nobody() -> None:
+    small, large = random_prompts([10, 70])
+    with engine(max_model_len=None, num_kv_blocks=4) as e:
+        name = e.add_request(small, greedy_params(4), stream=False)
+        with pytest.raises(ValueError, match="max_model_len is 64"):
+            e.add_request(large, greedy_params(4))
+        assert run(e)[name].outputs[0].token_ids == greedy(small, 4)
+
+
 def test_max_tokens_none_runs_to_max_model_len() -> None:
     prompt = random_prompts([40])[0]
     with engine(max_model_len=64) as e:
