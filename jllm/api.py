@@ -16,7 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jllm.config import EngineConfig
-from jllm.engine.engine import Engine, Prompt
+from jllm.engine.engine import Engine
+from jllm.engine.intake import Prompt
 from jllm.outputs import RequestOutput
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
@@ -103,6 +104,10 @@ def chat(
     Raises:
       ValueError: the model has no chat template, or the template refuses the messages.
     """
+    if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence):
+        raise ValueError(
+            f'messages must be a list of {{"role": ..., "content": ...}}, not {messages!r}.'
+        )
     several = bool(messages) and not isinstance(messages[0], Mapping)
     conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
     prompts = [chat_prompt(params, one, **template_options) for one in conversations]
@@ -175,12 +180,13 @@ def _engine(params: Params, config: EngineConfig | None) -> Iterator[Engine]:
     dtypes = tuple(str(leaf.dtype) for leaf in jax.tree.leaves(params))
     key = (params.config, dtypes, params.tokenizer, config)
     engine = _kept.pop(key, None)
+    fresh = engine is None
     if engine is None:
         release()
         engine = Engine(params, config)
-    else:
-        engine.update_params(params)
     try:
+        if not fresh:
+            engine.update_params(params)
         yield engine
     except BaseException:
         engine.close()  # whatever it was doing; a broken engine is not kept

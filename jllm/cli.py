@@ -1,4 +1,4 @@
-"""The command line: ``python -m jllm generate | chat``."""
+"""The command line: ``python -m jllm generate | chat | bench``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from jllm.params import DTYPES
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command; a user's mistake ends it with one sentence and exit code 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["bench"]:  # has subcommands and options of its own
+        from jllm.bench.__main__ import main as bench
+
+        sys.exit(bench(arguments[1:]))
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
@@ -48,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system message to begin with")
     _add_model_options(chat, max_tokens=512)
     chat.set_defaults(run=_chat)
+    commands.add_parser("bench", help="benchmarks: see jllm bench --help", add_help=False)
     return parser
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,27 @@ from typing import Any, Literal
 __all__ = ["EngineConfig", "ModelConfig", "RopeScaling"]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _as_tuples(owner: Any, *names: str) -> None:
+    """Lists and arrays become tuples: a config is hashed, being static in compiled programs."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not isinstance(value, tuple):
+            _require(
+                hasattr(value, "__iter__") and not isinstance(value, str),
+                f"{type(owner).__name__}.{name} must be a sequence, not {value!r}.",
+            )
+            items = value.tolist() if hasattr(value, "tolist") else value
+            object.__setattr__(owner, name, tuple(items))
+
+
+def _positive(owner: str, **fields: float) -> None:
+    for name, value in fields.items():
+        _require(
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf,
+            f"{owner}.{name} must be a positive number, not {value!r}.",
+        )
 
 
 def _require(condition: bool, message: str) -> None:
@@ -58,9 +80,19 @@ class RopeScaling:
             self.kind in ROPE_TYPES[1:],
             f"Unknown rope scaling type {self.kind!r}; known types are {', '.join(ROPE_TYPES)}.",
         )
+        _positive(
+            "RopeScaling",
+            factor=self.factor,
+            low_freq_factor=self.low_freq_factor,
+            high_freq_factor=self.high_freq_factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+        )
+        _require(self.factor >= 1, f"RopeScaling.factor must be at least 1, not {self.factor!r}.")
         _require(
-            math.isfinite(self.factor) and self.factor >= 1,
-            f"RopeScaling.factor must be at least 1, not {self.factor!r}.",
+            self.low_freq_factor < self.high_freq_factor,
+            f"RopeScaling.low_freq_factor ({self.low_freq_factor!r}) must be less than "
+            f"high_freq_factor ({self.high_freq_factor!r}).",
         )
         _positive_int("RopeScaling", original_max_position=self.original_max_position)
 
@@ -120,16 +152,22 @@ class ModelConfig:
             head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
         )
+        _positive("ModelConfig", rope_theta=self.rope_theta, rms_norm_eps=self.rms_norm_eps)
+        _as_tuples(self, "sliding_layers", "eos_token_ids")
+        for token in self.eos_token_ids:
+            _require(
+                isinstance(token, int) and 0 <= token < self.vocab_size,
+                f"ModelConfig.eos_token_ids has {token!r}, which is no id of a vocabulary of "
+                f"{self.vocab_size}.",
+            )
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads ({self.num_heads}) must be a multiple of "
             f"num_kv_heads ({self.num_kv_heads}).",
         )
         _require(self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}.")
-        _require(
-            self.sliding_window is None or self.sliding_window > 0,
-            f"sliding_window must be positive or None, not {self.sliding_window!r}.",
-        )
+        if self.sliding_window is not None:
+            _positive_int("ModelConfig", sliding_window=self.sliding_window)
         _require(
             len(self.sliding_layers) in (0, self.num_layers),
             f"sliding_layers has {len(self.sliding_layers)} entries for {self.num_layers} layers.",
@@ -152,16 +190,17 @@ class ModelConfig:
         from jllm.models.families import config_from_hf
 
         if isinstance(config, dict):
-            return config_from_hf(config)
+            return _understood("The model config", config_from_hf, config)
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(f"There is no model config at {path}.")
         try:
-            parsed = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+            parsed = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}.") from error
-        return config_from_hf(parsed)
+        _require(isinstance(parsed, dict), f"{path} must hold a JSON object, not {parsed!r:.50}.")
+        return _understood(str(path), config_from_hf, parsed)
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
@@ -169,6 +208,17 @@ class ModelConfig:
         if name not in PRESETS:
             raise ValueError(f"Unknown preset {name!r}; presets are {', '.join(PRESETS)}.")
         return PRESETS[name]
+
+
+def _understood(
+    where: str, parse: Callable[[dict[str, Any]], ModelConfig], config: dict[str, Any]
+) -> ModelConfig:
+    """Parses a config that somebody else wrote: a value of a type that nobody foresaw is their
+    mistake, not a bug here."""
+    try:
+        return parse(config)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ValueError(f"{where} has a value of a wrong type or shape: {error}.") from error
 
 
 _LLAMA3 = dict(
@@ -296,8 +346,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _positive_int("EngineConfig", **{name: getattr(self, name)})
         _positive_int("EngineConfig", block_size=self.block_size)
+        _positive("EngineConfig", gpu_memory_utilization=self.gpu_memory_utilization)
         _require(
-            0 < self.gpu_memory_utilization <= 1,
+            self.gpu_memory_utilization <= 1,
             "EngineConfig.gpu_memory_utilization must be in (0, 1], "
             f"not {self.gpu_memory_utilization!r}.",
         )
@@ -313,11 +364,14 @@ class EngineConfig:
             "EngineConfig.stats_interval_s must be positive or None, "
             f"not {self.stats_interval_s!r}.",
         )
+        _as_tuples(self, "decode_buckets", "prefill_buckets")
         for name in ("decode_buckets", "prefill_buckets"):
             buckets = getattr(self, name)
             if buckets is not None:
                 _require(
-                    len(buckets) > 0 and list(buckets) == sorted(set(buckets)) and buckets[0] > 0,
+                    len(buckets) > 0
+                    and all(type(size) is int and size > 0 for size in buckets)
+                    and list(buckets) == sorted(set(buckets)),
                     f"EngineConfig.{name} must be ascending positive integers, not {buckets!r}.",
                 )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, Literal
 
 __all__ = ["SamplingParams"]
 
 MAX_LOGPROBS = 20
+MAX_N = 10_000  # more is a typing error, not a wish
+LARGEST = float(2**127)  # what float32 holds, with room to spare
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 
@@ -106,6 +109,15 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                self._set(name, ())
+        for spec in fields(self):  # numpy's numbers, as sweeps have them
+            value = getattr(self, spec.name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                self._set(spec.name, int(value))
+            elif isinstance(value, Real) and not isinstance(value, Integral):
+                self._set(spec.name, float(value))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _tuple_of("stop", stop, str))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -120,7 +132,7 @@ class SamplingParams:
         self._set("bad_words", _bad_words(self.bad_words))
         if self.logit_bias is not None:
             self._set("logit_bias", _logit_bias(self.logit_bias))
-        _integer("n", self.n, 1, None)
+        _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, math.inf)
         _integer("top_k", self.top_k, -1, None)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -263,8 +275,8 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"SamplingParams.{name} must be a number, not {value!r}.")
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not math.isfinite(value) or not inside:
+    inside = (low < value if open_low else low <= value) and value <= min(high, LARGEST)
+    if not inside:  # NaN is in no range
         left = "(" if open_low else "["
         right = "inf)" if high == math.inf else f"{high:g}]"
         raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jllm
-from jllm.engine import runner
+from jllm.compilation import compiles_so_far
 from tests.demo_model import load_demo_model
 from tests.tiny_model import greedy, greedy_params, random_prompts, tiny_model
 
@@ -54,9 +54,9 @@ def test_generate_again_with_new_weights_compiles_nothing() -> None:
     generate(prompt, greedy_params(4))
     changed = jax.tree.map(lambda x: x * 1.5 if x.ndim > 1 else x, tiny_model())
     jax.block_until_ready(changed)
-    before = runner.compiles_so_far()
+    before = compiles_so_far()
     jllm.generate(changed, prompt, greedy_params(4), config=CONFIG, use_tqdm=False)
-    assert runner.compiles_so_far() == before
+    assert compiles_so_far() == before
 
 
 @pytest.mark.parametrize("make", [np.array, jnp.asarray, tuple], ids=["numpy", "jax", "tuple"])
@@ -83,12 +83,44 @@ def test_prompts_of_a_wrong_type_are_refused(prompts: object, message: str) -> N
         generate(prompts, greedy_params(2))
 
 
+def test_messages_of_a_wrong_type_are_refused() -> None:
+    for wrong in ({"role": "user", "content": "x"}, "hello", None):
+        with pytest.raises(ValueError, match="messages must be a list of"):
+            jllm.chat(tiny_model(), wrong)  # type: ignore[arg-type]
+
+
+def test_a_seeded_request_does_not_depend_on_neighbours_that_need_more_candidates() -> None:
+    options = dict(temperature=2.0, seed=7, max_tokens=60, ignore_eos=True)
+    for filters in ({"min_p": 0.01, "top_p": 0.9}, {"top_k": 300, "top_p": 0.95}):
+        mine = jllm.SamplingParams(**options, **filters)  # type: ignore[arg-type]
+        wide = jllm.SamplingParams(temperature=500.0, top_k=400, seed=1, max_tokens=60)
+        alone = generate([5], mine)[0].outputs[0].token_ids
+        assert generate([[5], [5]], [mine, wide])[0].outputs[0].token_ids == alone
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 1 - 1e-8}, {"min_p": 1e-40}], ids=str)
+def test_a_filter_too_weak_for_float32_is_off_and_not_greedy(filters: dict[str, float]) -> None:
+    options = dict(temperature=3.0, seed=3, max_tokens=8, ignore_eos=True)
+    plain = generate([5], jllm.SamplingParams(**options))[0]  # type: ignore[arg-type]
+    weak = generate([5], jllm.SamplingParams(**options, **filters))[0]  # type: ignore[arg-type]
+    assert weak.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = jllm.SamplingParams(
+        temperature=np.float32(0.5), max_tokens=np.int64(3), stop=None, top_k=np.int32(2**31 - 1)
+    )
+    assert (params.temperature, params.max_tokens, params.stop) == (0.5, 3, ())
+    assert len(generate([5], params)[0].outputs[0].token_ids) <= 3
+    assert generate([5], jllm.SamplingParams(top_k=2**40, max_tokens=2))
+
+
 def test_arguments_of_a_wrong_type_are_refused() -> None:
     with pytest.raises(ValueError, match=r"params must be jllm.Params.*not 'smollm2'"):
         jllm.generate("smollm2", "hello")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be a SamplingParams, not \{'temperature': 0\}"):
         generate([[1], [2]], [{"temperature": 0}] * 2)
-    with pytest.raises(ValueError, match="init needs a ModelConfig.*not 'tiny'"):
+    with pytest.raises(ValueError, match=r"init needs a ModelConfig.*not 'tiny'"):
         jllm.init("tiny", jax.random.key(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="load needs a name or a path, not None"):
         jllm.load(None)  # type: ignore[arg-type]

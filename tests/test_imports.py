@@ -12,7 +12,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 TEXT = ["jllm.chat_template", "jllm.detokenizer", "jllm.tokenizer", "jllm.tokenizer_files"]
-DATA = ["jllm.config", "jllm.sampling_params", "jllm.outputs", "jllm.params", *TEXT]
+DATA = [
+    "jllm.compilation",
+    "jllm.config",
+    "jllm.sampling_params",
+    "jllm.outputs",
+    "jllm.params",
+    *TEXT,
+]
 ENGINE = [*DATA, "jllm.cache", "jllm.engine", "jllm.models", "jllm.parallel", "jllm.weights"]
 
 # Module or package -> what it may import of jllm, besides itself. The longest row that matches
@@ -20,6 +27,7 @@ ENGINE = [*DATA, "jllm.cache", "jllm.engine", "jllm.models", "jllm.parallel", "j
 # offers all of it: nothing below api may import that.
 MAY_IMPORT = {
     "jllm.kernels": [],
+    "jllm.compilation": [],
     "jllm.config": [],
     "jllm.sampling_params": [],
     "jllm.outputs": [],
@@ -192,6 +200,12 @@ def test_every_import_follows_the_arrows() -> None:
             id="kernels-by-the-wrong-name",
         ),
         pytest.param(
+            "jllm.engine.engine",
+            "from jllm.bench.runs import run",
+            "jllm.engine may not import jllm.bench.runs.run",
+            id="bench-from-below",
+        ),
+        pytest.param(
             "jllm.extra",
             "from jllm.config import ModelConfig",
             "jllm.extra has no row in MAY_IMPORT",
@@ -211,6 +225,7 @@ def test_a_wrong_import_is_named(module: str, source: str, why: str) -> None:
         pytest.param("jllm.models.attention", "from jllm.kernels import norm", id="kernels"),
         pytest.param("jllm.params", "def load():\n  from jllm.weights import hub", id="lazy"),
         pytest.param("jllm.cli", "import jllm\nfrom jllm.server import app", id="cli"),
+        pytest.param("jllm.bench.runs", "from jllm.engine.engine import Engine", id="bench"),
     ],
 )
 def test_a_right_import_is_accepted(module: str, source: str) -> None:
@@ -218,7 +233,8 @@ def test_a_right_import_is_accepted(module: str, source: str) -> None:
 
 
 def test_importing_jllm_loads_nothing_heavy_that_it_may_not_need() -> None:
-    heavy = "fastapi gguf huggingface_hub jinja2 matplotlib torch transformers triton uvicorn"
+    heavy = "aiohttp fastapi gguf huggingface_hub jinja2 matplotlib"
+    heavy += " torch transformers triton uvicorn"
     code = f"import jllm, sys; print(*[m for m in {heavy.split()} if m in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

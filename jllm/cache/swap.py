@@ -21,7 +21,7 @@ class BlockCopier(Protocol):
 
 
 class SwapSpace:
-    """Host memory for preempted requests' KV, up to a budget.
+    """Host memory for preempted requests' KV, up to a budget. A request is named by its arrival.
 
     Args:
       copier: reads and writes blocks.
@@ -31,8 +31,8 @@ class SwapSpace:
     def __init__(self, copier: BlockCopier, capacity: int) -> None:
         self._copier = copier
         self._capacity = capacity
-        self._content: dict[str, list[np.ndarray]] = {}
-        self._sizes: dict[str, int] = {}
+        self._content: dict[int, list[np.ndarray]] = {}
+        self._sizes: dict[int, int] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -41,23 +41,23 @@ class SwapSpace:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._sizes
+    def __contains__(self, request: int) -> bool:
+        return request in self._sizes
 
-    def store(self, request_id: str, blocks: Blocks) -> bool:
+    def store(self, request: int, blocks: Blocks) -> bool:
         """Copies a request's blocks here; False, with nothing copied, if they do not fit."""
         if self.num_blocks + len(blocks) > self._capacity:
             return False
-        self._content[request_id] = self._copier.read_blocks(blocks)
-        self._sizes[request_id] = len(blocks)
+        self._content[request] = self._copier.read_blocks(blocks)
+        self._sizes[request] = len(blocks)
         return True
 
-    def restore(self, request_id: str, blocks: Blocks, first: int) -> None:
+    def restore(self, request: int, blocks: Blocks, first: int) -> None:
         """Copies what was stored, from block ``first`` on, into ``blocks`` and forgets it."""
-        self._copier.write_blocks(blocks, self._content.pop(request_id), first)
-        del self._sizes[request_id]
+        self._copier.write_blocks(blocks, self._content.pop(request), first)
+        del self._sizes[request]
 
-    def discard(self, request_id: str) -> None:
+    def discard(self, request: int) -> None:
         """Forgets a request that will not come back."""
-        self._content.pop(request_id, None)
-        self._sizes.pop(request_id, None)
+        self._content.pop(request, None)
+        self._sizes.pop(request, None)

@@ -58,8 +58,10 @@ class Completion:
         elif request.num_known == request.max_tokens:
             request.finish_reason = "length"
         if request.finished and self._detokenizer is not None:
-            tail, _ = self._matcher.push(self._detokenizer.flush())
+            tail, stop = self._matcher.push(self._detokenizer.flush())
             self._text.append(tail + self._matcher.flush())
+            if request.finish_reason == "length" and stop is not None:
+                request.finish_reason, request.stop_reason = "stop", stop
 
     def _push_text(self, token: int) -> str | None:
         """Adds the token's text; returns the stop string it completes, if any."""

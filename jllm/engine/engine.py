@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
-
-import numpy as np
 
 from jllm.cache.block_pool import BlockPool
 from jllm.cache.naive import NaiveCache
@@ -22,24 +19,21 @@ from jllm.cache.prefix_cache import PrefixCache
 from jllm.cache.radix import RadixCache
 from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
-from jllm.engine.batch import Buckets
+from jllm.engine.batch import Buckets, StepSpec
 from jllm.engine.completion import Completion
-from jllm.engine.logprobs import PromptLogprobs, logprobs_of
+from jllm.engine.group import Group
+from jllm.engine.intake import Intake, Prompt
+from jllm.engine.logprobs import logprobs_of
 from jllm.engine.planner import Plan, Planner, all_sampler_specs
 from jllm.engine.queue import POLICIES
 from jllm.engine.request import Request
-from jllm.engine.rules import request_rules
 from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
-from jllm.models.logit_rules import Rules
 from jllm.models.sampler import SamplerSpec
-from jllm.outputs import Logprob, RequestOutput
+from jllm.outputs import RequestOutput
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
-
-# Ids may also be a one-dimensional integer array of numpy or JAX.
-Prompt = str | Sequence[int]
 
 
 class InFlight(NamedTuple):
@@ -47,25 +41,6 @@ class InFlight(NamedTuple):
 
     results: Dispatched
     plan: Plan
-
-
-@dataclass(slots=True)
-class Group:
-    """A prompt and its n samples, as the caller sees them."""
-
-    request_id: str
-    prompt: str | None
-    prompt_ids: list[int]
-    completions: list[Completion]
-    prompt_logprobs: PromptLogprobs | None
-    stream: bool
-
-    def take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """The logprobs of the prompt, if they were asked for, are complete, and not shown yet."""
-        entries = None if self.prompt_logprobs is None else self.prompt_logprobs.complete
-        if entries is not None:
-            self.prompt_logprobs = None
-        return entries
 
 
 class Engine:
@@ -114,20 +89,18 @@ class Engine:
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
         )
+        self._intake = Intake(params.config, params.tokenizer, c.max_model_len)
         self._planner = Planner(self._buckets, c.max_num_seqs, c.max_model_len)
         self._groups: dict[str, Group] = {}
-        self._of_request: dict[str, tuple[Group, Completion]] = {}
+        self._of_request: dict[Request, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
         self._aborted: list[Group] = []
         self._closed = False
         self._clock = StepClock()
         self._log = PeriodicLog(c.stats_interval_s)
-        self._last_rules: tuple[SamplingParams, Rules | None] | None = None
-        self._arrivals = 0
         self._steps = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._seeds = np.random.default_rng()
 
     def __enter__(self) -> Engine:
         return self
@@ -181,50 +154,23 @@ class Engine:
             cannot trace. Nothing is queued then.
         """
         self._check_open()
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be a SamplingParams, not {params!r}.")
-        params.check_vocab(self.model_config.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")
-        prompt_ids = self._prompt_ids(prompt)
-        length = self._total_length(len(prompt_ids), params)
-        rules = self._rules_of(params)
-        name = request_id or f"request-{self._arrivals}"
-        if name in self._groups:
-            name = f"{name}#{self._arrivals}"
-        seed = params.seed
-        if seed is None:
-            seed = int(self._seeds.integers(-(2**63), 2**63 - 1))
-        completions = []
-        for sample in range(params.n):
-            tokens = np.empty(length, np.int32)
-            tokens[: len(prompt_ids)] = prompt_ids
-            request = Request(
-                id=f"{name}/{sample}",
-                arrival=self._arrivals,
-                tokens=tokens,
-                num_prompt=len(prompt_ids),
-                params=params,
-                cache_salt=cache_salt,
-                priority=params.priority,
-                sample=sample,
-                seed=seed,
-                rules=rules,
-            )
-            self._arrivals += 1
-            completions.append(Completion(request, self.tokenizer, self.model_config.eos_token_ids))
-            self._scheduler.add(request)
-        self._prompt_tokens += len(prompt_ids)
-        text = prompt if isinstance(prompt, str) else None
-        prompt_logprobs = None
-        if params.prompt_logprobs is not None:
-            prompt_logprobs = PromptLogprobs(prompt_ids, params.prompt_logprobs, self.tokenizer)
-        group = Group(name, text, prompt_ids, completions, prompt_logprobs, stream)
-        self._groups[name] = group
-        for completion in completions:
-            self._of_request[completion.request.id] = group, completion
-        return name
+        group = self._intake.make_group(
+            prompt,
+            SamplingParams() if sampling_params is None else sampling_params,
+            request_id=request_id,
+            taken=self._groups,
+            cache_salt=cache_salt,
+            stream=stream,
+        )
+        processor = group.completions[0].request.params.logits_processor
+        if processor is not None:
+            self._runner.check_processor(processor)
+        self._groups[group.request_id] = group
+        self._prompt_tokens += len(group.prompt_ids)
+        for completion in group.completions:
+            self._of_request[completion.request] = group, completion
+            self._scheduler.add(completion.request)
+        return group.request_id
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something left to do or to report."""
@@ -277,22 +223,32 @@ class Engine:
         """Forgets all cached prefixes; running requests keep what they hold, unshared."""
         self._scheduler.reset_prefix_cache()
 
-    def warm_up(self, samplers: Sequence[SamplerSpec] | None = None) -> int:
+    def warm_up(
+        self,
+        samplers: Sequence[SamplerSpec] | None = None,
+        specs: Sequence[StepSpec] | None = None,
+    ) -> int:
         """Compiles and runs every program a request could need, so that none is compiled later,
         except for those of ``logprobs=-1`` and of a ``logits_processor``.
+
+        Args:
+          samplers: only these combinations of sampling features, and no prompt logprobs.
+          specs: only these step sizes.
 
         Returns how many programs were compiled or read from the compilation cache.
         """
         self._check_open()
         before = self._runner.num_compiles
-        samplers = all_sampler_specs() if samplers is None else samplers
+        specs = self._buckets.all_specs() if specs is None else specs
+        if samplers is None:
+            samplers = all_sampler_specs()
+            for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
+                self._runner.warm_up_prompt_logprobs(num_prefill)
         rows_done: set[int] = set()
-        for spec in self._buckets.all_specs():
+        for spec in specs:
             for sampler in samplers if spec.num_rows not in rows_done else samplers[:1]:
                 self._runner.warm_up(spec, sampler)
             rows_done.add(spec.num_rows)
-        for num_prefill in self._buckets.prefill:
-            self._runner.warm_up_prompt_logprobs(num_prefill)
         self._runner.warm_up_entries()
         if self.config.preemption == "swap":
             self._runner.warm_up_copies()
@@ -324,58 +280,6 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every KV block is accounted for."""
         self._cache.check_integrity(request.blocks for request in self._scheduler.running)
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("The prompt is text, but the model has no tokenizer; give ids.")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = _as_ids(prompt)
-        if not ids:
-            raise ValueError("The prompt is empty: it must hold at least one token.")
-        vocab_size = self.model_config.vocab_size
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"The prompt has token id {token}, outside the vocabulary of {vocab_size}."
-                )
-        return ids
-
-    def _rules_of(self, params: SamplingParams) -> Rules | None:
-        """What the device must be told of these options; kept, since a batch of many prompts
-        often shares one SamplingParams and a long list takes milliseconds to tokenise."""
-        if self._last_rules is None or self._last_rules[0] is not params:
-            model = self.model_config
-            rules = request_rules(params, self.tokenizer, model.eos_token_ids, model.vocab_size)
-            if params.logits_processor is not None:
-                self._runner.check_processor(params.logits_processor)
-            self._last_rules = params, rules
-        return self._last_rules[1]
-
-    def _total_length(self, num_prompt: int, params: SamplingParams) -> int:
-        """Prompt plus output, in tokens."""
-        max_tokens = params.max_tokens
-        limit = self.config.max_model_len
-        assert limit
-        if num_prompt >= limit:
-            raise ValueError(
-                f"The prompt has {num_prompt} tokens and needs room for one more, but "
-                f"max_model_len is {limit}."
-            )
-        if max_tokens is None:
-            if num_prompt + params.min_tokens > limit:
-                raise ValueError(
-                    f"The prompt has {num_prompt} tokens and min_tokens is {params.min_tokens}: "
-                    f"together more than max_model_len, {limit}."
-                )
-            return limit
-        if num_prompt + max_tokens > limit:
-            raise ValueError(
-                f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}: together "
-                f"more than max_model_len, {limit}."
-            )
-        return num_prompt + max_tokens
 
     def _plan(self) -> tuple[Schedule, Plan] | None:
         with self._clock.measure("plan"):
@@ -409,7 +313,7 @@ class Engine:
         for index, request, samples in plan.rows:
             request.in_flight -= 1
             if samples:
-                group, completion = self._of_request[request.id]
+                group, completion = self._of_request[request]
                 was_finished = request.finished
                 logprobs = None
                 if request.params.logprobs is not None and results.logprobs is not None:
@@ -429,51 +333,23 @@ class Engine:
         """Frees what a finished request holds, once no step in flight touches it."""
         if request.in_flight == 0:
             self._scheduler.release(request)
-            self._of_request.pop(request.id)
+            self._of_request.pop(request)
 
     def _note_prompt_logprobs(self, results: Results, plan: Plan) -> None:
         if plan.prompt is None or results.prompt is None:
             return
         for request, position, offset, length in plan.prompt.chunks:
-            group, _ = self._of_request[request.id]
+            group, _ = self._of_request[request]
             if group.prompt_logprobs is not None:
                 group.prompt_logprobs.add(results.prompt, position, offset, length)
 
     def _report(self, updated: dict[str, Group]) -> list[RequestOutput]:
         outputs = []
         for group in (*updated.values(), *self._aborted):
-            completions = group.completions
-            finished = all(completion.request.finished for completion in completions)
-            if finished:
+            if group.finished:
                 self._groups.pop(group.request_id, None)
-            if group.stream:
-                parts = [c.news() for c in completions if c.has_news]
-            elif finished:
-                parts = [completion.whole() for completion in completions]
-            else:
-                continue
-            outputs.append(
-                RequestOutput(
-                    group.request_id,
-                    group.prompt,
-                    group.prompt_ids,
-                    parts,
-                    finished,
-                    group.take_prompt_logprobs(),
-                )
-            )
+            output = group.report()
+            if output is not None:
+                outputs.append(output)
         self._aborted.clear()
         return outputs
-
-
-def _as_ids(prompt: Sequence[int]) -> list[int]:
-    array = np.asarray(prompt if hasattr(prompt, "dtype") else list(prompt))
-    if array.size == 0:
-        return []
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            "A prompt must be text or a flat sequence of integer token ids, "
-            f"not {array.dtype} of shape {array.shape}."
-        )
-    ids: list[int] = array.tolist()
-    return ids

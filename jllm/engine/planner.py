@@ -23,6 +23,7 @@ from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
 INT32_MAX = 2**31 - 1
+LEAST_MIN_P = float(np.finfo(np.float32).tiny)  # below, the device may take it for 0
 HOTTEST = 1e30  # float32 logits over this are all equal; over infinity a mask would become NaN
 
 
@@ -175,8 +176,9 @@ class Planner:
         greedy = p.temperature < GREEDY_TEMPERATURE
         options["temperature"][slot] = 0.0 if greedy else min(p.temperature, HOTTEST)
         options["top_k"][slot] = min(max(p.top_k, 0), INT32_MAX)
-        options["top_p"][slot] = p.top_p
-        options["min_p"][slot] = p.min_p
+        # As float32 sees them: the device and the features below must agree on what is off.
+        top_p = options["top_p"][slot] = np.float32(p.top_p)
+        min_p = options["min_p"][slot] = np.float32(p.min_p if p.min_p >= LEAST_MIN_P else 0)
         seed = request.seed & (2**64 - 1)
         options["seeds"][slot] = (seed & 0xFFFFFFFF, seed >> 32)
         options["samples"][slot] = request.sample
@@ -188,7 +190,7 @@ class Planner:
         options["repetition_penalty"][slot] = p.repetition_penalty
         options["processed"][slot] = p.logprobs_mode == "processed"
         processed = p.logprobs is not None and p.logprobs_mode == "processed"
-        filtered = not greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        filtered = not greedy and (p.top_k > 0 or top_p < 1 or min_p > 0)
         random = not greedy and not filtered
         level = LOGPROBS_LEVELS.index(
             None if p.logprobs is None else p.logprobs if p.logprobs < 1 else MAX_LOGPROBS

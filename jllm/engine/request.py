@@ -25,8 +25,7 @@ class Request:
     already, not on the host yet.
 
     Attributes:
-      id: unique in the engine; the samples of one prompt have ids of their own.
-      arrival: order of arrival, the tie-break of every policy.
+      arrival: order of arrival: unique, and the tie-break of every policy.
       tokens: prompt, then output as far as the host knows it; (max_tokens,) allocated once.
       num_prompt: length of the prompt.
       max_tokens: length at which the request ends.
@@ -50,7 +49,6 @@ class Request:
       finish_reason, stop_reason: why it ended; set once, blocks are freed when in_flight is 0.
     """
 
-    id: str
     arrival: int
     tokens: NDArray[np.int32]
     num_prompt: int

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jllm.cache.block_pool import Blocks
+from jllm.compilation import compiles_so_far, use_compilation_cache
 from jllm.config import EngineConfig, ModelConfig
 from jllm.engine import step
 from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
 from jllm.engine.planner import Entry, Plan
+from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
 from jllm.params import Params
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
 BLOCKS_PER_COPY = 32  # blocks moved to or from host memory by one program
-CPU_KV_BYTES = 1 << 30
-GPU_KV_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
 
 
 class Dispatched(NamedTuple):
@@ -58,13 +55,22 @@ class Runner:
 
     def __init__(self, params: Params, config: EngineConfig) -> None:
         use_compilation_cache()
-        self.config = resolve(config, params)
-        self.params = arrays_of(params)
+        self._device = jax.local_devices()[0]
+        self.config = resolve(
+            config,
+            params.config,
+            bytes_per_value=jnp.dtype(params.dtype).itemsize,
+            memory=self._device.memory_stats(),
+        )
+        self.params = self._place(params)
         c = self.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_model_len
-        self._cache = _zeros_cache(params.config, c.num_kv_blocks, c.block_size, params.dtype)
-        self._tokens = jnp.zeros((c.max_num_seqs + 1, c.max_model_len), jnp.int32)
-        self._rules = empty_rules(c.max_num_seqs + 1, params.config.vocab_size)
+        cache = _zeros_cache(params.config, c.num_kv_blocks, c.block_size, params.dtype)
+        tokens = jnp.zeros((c.max_num_seqs + 1, c.max_model_len), jnp.int32)
+        rules = empty_rules(c.max_num_seqs + 1, params.config.vocab_size)
+        self._cache, self._tokens, self._rules = jax.device_put(
+            (cache, tokens, rules), self._device
+        )
         self.num_compiles = 0  # programs compiled, or read from the compilation cache, by steps
 
     def free(self) -> None:
@@ -76,7 +82,7 @@ class Runner:
 
         Raises ValueError naming the first array whose shape or dtype differs.
         """
-        new = arrays_of(params)
+        new = self._place(params)
         if new.config != self.params.config:
             raise ValueError("update_params needs params of the same ModelConfig as the engine's.")
         old_leaves = jax.tree_util.tree_leaves_with_path(self.params)
@@ -87,6 +93,23 @@ class Runner:
                     f"but the engine runs {old.dtype}{old.shape}."
                 )
         self.params = new
+
+    def _place(self, params: Params) -> Params:
+        """The params as every step takes them, without their tokenizer: strongly typed arrays
+        committed to the device. JAX compiles a program again for arguments that differ from those
+        before in one of these, and must not for a difference in tokenizers."""
+        if not isinstance(params, Params):
+            raise ValueError(f"params must be jllm.Params, not {params!r}.")
+
+        def place(leaf: Any) -> jax.Array:
+            array = jnp.asarray(leaf)
+            if array.weak_type:
+                array = jax.lax.convert_element_type(array, array.dtype)
+            placed: jax.Array = jax.device_put(array, self._device)
+            return placed
+
+        placed: Params = jax.tree.map(place, dataclasses.replace(params, tokenizer=None))
+        return placed
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts a step and returns at once; the results are on their way to the host."""
@@ -220,122 +243,9 @@ def _in_copies(blocks: Blocks) -> list[Blocks]:
     return list(padded.reshape(-1, BLOCKS_PER_COPY))
 
 
-def arrays_of(params: Params) -> Params:
-    """The params without their tokenizer: it is no business of the compiled step, whose programs
-    must not depend on it."""
-    return dataclasses.replace(params, tokenizer=None)
-
-
-def resolve(config: EngineConfig, params: Params) -> EngineConfig:
-    """Fills in every field left None, by platform and by what the KV pool can hold.
-
-    Raises ValueError when max_model_len exceeds the model's limit or the pool.
-    """
-    model = params.config
-    cpu = jax.default_backend() == "cpu"
-    max_num_seqs = config.max_num_seqs or (32 if cpu else 256)
-    if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
-        max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
-    batched = config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs)
-    if batched < max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens ({batched}) must be at least max_num_seqs ({max_num_seqs}): "
-            "every running request decodes one token a step."
-        )
-    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the model was made for at most "
-            f"{model.max_position_embeddings} tokens."
-        )
-    max_len = config.max_model_len or model.max_position_embeddings
-    block_bytes = _block_bytes(model, config.block_size, params.dtype)
-    usable = max_num_seqs * -(-max_len // config.block_size)
-    num_blocks = config.num_kv_blocks or min(usable, _kv_bytes(config) // block_bytes)
-    if num_blocks < 1:
-        raise ValueError(
-            f"No memory is left for the KV cache: one block takes {block_bytes / 2**20:.1f} MiB."
-        )
-    capacity = num_blocks * config.block_size
-    if config.max_model_len is not None and config.max_model_len > capacity:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the KV pool of {num_blocks} blocks "
-            f"holds {capacity} tokens; raise num_kv_blocks or lower max_model_len."
-        )
-    decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
-    largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
-    prefill = config.prefill_buckets or _powers(min(32, largest), largest, 4)
-    if decode[-1] < max_num_seqs:
-        raise ValueError(
-            f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
-            f"({max_num_seqs}) rows."
-        )
-    return config.with_limits(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=batched,
-        max_model_len=min(max_len, capacity),
-        num_kv_blocks=num_blocks,
-        decode_buckets=decode,
-        prefill_buckets=prefill,
-        max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
-    )
-
-
-def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:
-    """low, low * factor, ... below high, and high."""
-    sizes = []
-    while low < high:
-        sizes.append(low)
-        low *= factor
-    return (*sizes, high)
-
-
-def _block_bytes(model: ModelConfig, block_size: int, dtype: Any) -> int:
-    values = model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim
-    return values * int(jnp.dtype(dtype).itemsize)
-
-
-def _kv_bytes(config: EngineConfig) -> int:
-    """Bytes that the KV cache may take."""
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:  # a CPU
-        return CPU_KV_BYTES
-    usable = int(stats["bytes_limit"] * config.gpu_memory_utilization)
-    return usable - int(stats["bytes_in_use"]) - GPU_KV_SLACK_BYTES
-
-
 def _zeros_cache(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: Any
 ) -> list[jax.Array]:
     """One array per layer, the scratch block included."""
     shape = (num_blocks + 1, 2, model.num_kv_heads, block_size, model.head_dim)
     return [jnp.zeros(shape, dtype) for _ in range(model.num_layers)]
-
-
-_compiles = 0
-
-
-def compiles_so_far() -> int:
-    """Programs that this process has compiled or read from the compilation cache."""
-    _listen_for_compiles()
-    return _compiles
-
-
-@functools.cache
-def _listen_for_compiles() -> None:
-    def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        global _compiles
-        _compiles += event == "/jax/core/compile/backend_compile_duration"
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-
-
-@functools.cache
-def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, in ``$XDG_CACHE_HOME/jllm`` (``~/.cache/jllm``), unless
-    the user configured JAX's compilation cache: a second start then compiles nothing."""
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        return
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jllm" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

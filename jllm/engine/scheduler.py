@@ -148,17 +148,17 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
             if self._swap_space is not None:
-                self._swap_space.discard(request.id)
+                self._swap_space.discard(request.arrival)
 
     def preempt(self, request: Request) -> None:
         """Sends a running request back to the queue; its KV is swapped out or given up."""
         assert request.in_flight == 0 and request.pending == 0
         self.counters.preemptions += 1
         filled = request.blocks[: -(-request.computed // self._block_size)]
-        if self._swap_space is not None and self._swap_space.store(request.id, filled):
+        if self._swap_space is not None and self._swap_space.store(request.arrival, filled):
             self.counters.swaps += 1
         self._vacate(request)
-        if self._swap_space is None or request.id not in self._swap_space:
+        if self._swap_space is None or request.arrival not in self._swap_space:
             request.computed = 0
         request.preempted = True
         self.waiting.push(request)
@@ -247,9 +247,9 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         self._give_blocks(request, blocks)
         found = len(cached) * self._block_size
-        if self._swap_space is not None and request.id in self._swap_space:
+        if self._swap_space is not None and request.arrival in self._swap_space:
             filled = -(-request.computed // self._block_size)
-            self._swap_space.restore(request.id, blocks[len(cached) : filled], len(cached))
+            self._swap_space.restore(request.arrival, blocks[len(cached) : filled], len(cached))
         request.computed = max(request.computed, found)
         if not request.preempted:
             self.counters.prefix_queries += request.num_known

@@ -151,7 +151,7 @@ def _draw_filtered(
         # Likeliest first, lowest id first among equals. Without the barrier XLA merges the slices
         # below into the sort behind top_k and sorts the whole vocabulary: 45 ms instead of 2.
         values, ids = lax.optimization_barrier(lax.top_k(scaled, count))
-        keep = keep_mask(values, total, rows, vocab_size)
+        keep, complete = keep_mask(values, total, rows)
         noise = gumbel(rows.seeds, rows.samples, rows.positions, ids)
         best = jnp.argmax(jnp.where(keep, values + noise, -jnp.inf), axis=-1)
         tokens = jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0]
@@ -160,46 +160,47 @@ def _draw_filtered(
             row = jnp.arange(len(ids))[:, None]
             kept = jnp.full_like(scaled, -jnp.inf)
             kept = kept.at[row, ids].set(jnp.where(keep, values, -jnp.inf))
-        # If the last candidate is dropped, no later token can be kept.
-        return tokens, ~keep[:, -1], kept
+        return tokens, complete, kept
 
     if vocab_size <= CANDIDATES:
         tokens, _, kept = draw(vocab_size)
         return tokens, kept
     tokens, complete, kept = draw(CANDIDATES)
-    complete |= ~filters | (rows.top_k == CANDIDATES)
     exact: tuple[Array, Array | None] = lax.cond(
-        complete.all(), lambda: (tokens, kept), lambda: draw(vocab_size)[::2]
+        (complete | ~filters).all(), lambda: (tokens, kept), lambda: draw(vocab_size)[::2]
     )
     return exact
 
 
-def keep_mask(values: Array, total: Array, rows: SamplingRows, vocab_size: int) -> Array:
+def keep_mask(values: Array, total: Array, rows: SamplingRows) -> tuple[Array, Array]:
     """Which candidates survive min-p, top-k and top-p.
 
     Args:
       values: (B, C) tempered logits of the C likeliest tokens, descending.
       total: (B,) their logsumexp over the whole vocabulary.
       rows: the options.
-      vocab_size: V; C = V makes the answer exact for any options, a smaller C whenever the last
-        candidate is not kept.
 
     Returns:
-      (B, C) bool: a prefix of ones in every row, at least one long.
+      (B, C) bool, a prefix of ones in every row, at least one long; and (B,) bool, whether that
+      is the answer for the whole vocabulary. If not, more candidates are needed.
     """
-    rank = jnp.arange(values.shape[-1])
+    count = values.shape[-1]
+    rank = jnp.arange(count)
     # min-p 0 gives log 0 = -inf: everything passes that can be drawn at all.
     keep = values >= values[:, :1] + jnp.log(rows.min_p)[:, None] - BOUNDARY
     keep &= values > -jnp.inf
-    keep &= rank < jnp.where(rows.top_k > 0, rows.top_k, vocab_size)[:, None]
-    # Mass that min-p and top-k leave: if they cut nothing here, it is the whole vocabulary's.
-    weight = jnp.where(keep, jnp.exp(values - total[:, None]), 0.0)
+    keep &= (rank < rows.top_k[:, None]) | (rows.top_k == 0)[:, None]
+    # Top-p is of the mass that min-p and top-k leave. If they are off, that is all of it; if they
+    # cut here, it is the candidates'; if they may keep tokens that are no candidates, not known.
     cut = (rows.top_k > 0) | (rows.min_p > 0)
+    goes_on = keep[:, -1] & (rows.top_k != count)
+    weight = jnp.where(keep, jnp.exp(values - total[:, None]), 0.0)
     mass = jnp.where(cut, weight.sum(-1), 1.0)
     before = jnp.cumsum(weight, axis=-1) - weight  # mass of the likelier tokens
     enough = rows.top_p * mass * (1 - BOUNDARY)
     keep &= (before < enough[:, None]) | (rows.top_p >= 1)[:, None]
-    return keep | (rank == 0)
+    complete = jnp.where(cut, ~goes_on, ~keep[:, -1])
+    return keep | (rank == 0), complete
 
 
 def token_logprobs(logits: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:

@@ -56,7 +56,7 @@ class FakeDevice:
             for position in range(start + length):
                 place = self._place(request, block_tables, position)
                 assert self.kv.get(place) == self._prefix(request, position), (
-                    f"{request.id} reads stale KV at position {position}, block {place[0]}"
+                    f"request {request.arrival} reads stale KV at {position}, block {place[0]}"
                 )
             token = None
             if samples:

@@ -28,7 +28,7 @@ def completion(
 ) -> Completion:
     params = jllm.SamplingParams(max_tokens=None, **options)
     tokens = np.zeros(1 + num_tokens, np.int32)
-    return Completion(Request("r/0", 0, tokens, 1, params), tokenizer, eos)
+    return Completion(Request(0, tokens, 1, params), tokenizer, eos)
 
 
 def feed(c: Completion, tokens: Sequence[int]) -> list[jllm.CompletionOutput]:

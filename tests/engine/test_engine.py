@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -165,12 +168,74 @@ def test_a_prompt_plus_max_tokens_of_exactly_max_model_len_runs_to_the_last_posi
         assert run(e)["r"].outputs[0].token_ids == greedy(prompt, 24)
 
 
+def test_a_prompt_larger_than_the_whole_pool_is_refused_and_holds_up_nobody() -> None:
+    small, large = random_prompts([10, 70])
+    with engine(max_model_len=None, num_kv_blocks=4) as e:
+        name = e.add_request(small, greedy_params(4), stream=False)
+        with pytest.raises(ValueError, match="max_model_len is 64"):
+            e.add_request(large, greedy_params(4))
+        assert run(e)[name].outputs[0].token_ids == greedy(small, 4)
+
+
 def test_max_tokens_none_runs_to_max_model_len() -> None:
     prompt = random_prompts([40])[0]
     with engine(max_model_len=64) as e:
         params = jllm.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         e.add_request(prompt, params, request_id="r", stream=False)
         assert len(run(e)["r"].outputs[0].token_ids) == 24
+
+
+def test_the_name_of_an_ended_request_is_free_at_once() -> None:
+    """Its last row may still be in flight, and must not be taken for the new request's."""
+    prompt, other = random_prompts([2, 3])
+    stop = greedy(prompt, 8)[2]
+    with engine() as e:
+        params = jllm.SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop])
+        e.add_request(prompt, params, request_id="a")
+        while not any(output.finished for output in e.step()):
+            pass
+        e.add_request(other, greedy_params(5), request_id="a", stream=False)
+        assert run(e)["a"].outputs[0].token_ids == greedy(other, 5)
+        e.add_request(prompt, greedy_params(20), request_id="a")
+        for _ in range(3):
+            e.step()
+        e.abort("a")
+        e.add_request(other, greedy_params(5), request_id="a", stream=False)
+        assert run(e)["a"].outputs[0].token_ids == greedy(other, 5)
+
+
+def test_made_up_names_are_unique() -> None:
+    with engine() as e:
+        names = [e.add_request([5], greedy_params(2), request_id=n) for n in ("a-1", "a", "a", "a")]
+        assert len(set(names)) == 4
+        assert set(run(e)) == set(names)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: jax.device_put(x, jax.devices()[0]), id="committed"),
+        pytest.param(lambda x: jnp.full(x.shape, 0.02), id="weakly typed"),
+        pytest.param(np.asarray, id="numpy"),
+    ],
+)
+def test_weights_from_anywhere_compile_nothing(change: Callable[[jax.Array], object]) -> None:
+    with engine(max_num_seqs=1, decode_buckets=(1,), prefill_buckets=(32,)) as e:
+        e.add_request([5], greedy_params(3))
+        run(e)
+        compiled = e.stats().num_compiles
+        e.update_params(jax.tree.map(change, tiny_model()))
+        e.add_request([5], greedy_params(3))
+        run(e)
+        assert e.stats().num_compiles == compiled
+
+
+def test_lists_of_buckets_work_as_tuples_do() -> None:
+    config = jllm.EngineConfig(decode_buckets=[1, 4], max_num_seqs=4)  # type: ignore[arg-type]
+    assert hash(config) == hash(jllm.EngineConfig(decode_buckets=(1, 4), max_num_seqs=4))
+    for wrong in ((1.5, 4), (True,), (4, 1), (), 5, "ab"):
+        with pytest.raises(ValueError, match="decode_buckets must be"):
+            jllm.EngineConfig(decode_buckets=wrong)  # type: ignore[arg-type]
 
 
 def test_a_closed_engine_says_so_and_closes_again_without_complaint() -> None:

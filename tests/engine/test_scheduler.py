@@ -78,7 +78,6 @@ class Load:
         tokens = np.zeros(len(prompt) + new, np.int32)
         tokens[: len(prompt)] = prompt
         request = Request(
-            id=f"r{len(self.requests)}",
             arrival=len(self.requests),
             tokens=tokens,
             num_prompt=len(prompt),
@@ -147,7 +146,7 @@ class Load:
         for _ in range(limit):
             if not self.step():
                 break
-        assert not self.alive, f"{[r.id for r in self.alive]} never ended"
+        assert not self.alive, f"{[r.arrival for r in self.alive]} never ended"
         assert self.cache.num_available == self.num_blocks, "blocks leaked"
         assert self.scheduler.num_swapped == 0, "host memory leaked"
         for request in self.requests:
@@ -349,10 +348,10 @@ def test_swapped_requests_are_not_recomputed() -> None:
     for prompt in ([0, 1], [1, 0, 0], [1, 1, 1]):
         load.add(prompt, 10)
     while load.alive:
-        running = {r.id for r in load.scheduler.running}
+        running = {r.arrival for r in load.scheduler.running}
         load.step()
         for request in load.scheduler.running:
-            if request.preempted and request.id not in running:  # it has just come back
+            if request.preempted and request.arrival not in running:  # it has just come back
                 assert request.computed >= request.num_prompt
     counters = load.scheduler.counters
     assert counters.swaps == counters.preemptions > 0

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,3 +287,41 @@ def test_a_config_without_architectures_is_known_by_its_model_type() -> None:
 def test_what_jllm_does_not_have_is_refused_by_name(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf({"architectures": ["LlamaForCausalLM"], **SIZES, **keys})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": "foo"},
+        {"rope_scaling": {"type": "linear", "factor": "8"}},
+        {"rope_theta": None},
+        {"rope_theta": 0},
+        {"rms_norm_eps": -1},
+        {"architectures": [["x"]]},
+        {"architectures": {"a": 1}},
+        {"quantization_config": True},
+        {"eos_token_id": [[1]]},
+        {"eos_token_id": 10**6},
+        {"layer_types": 3},
+    ],
+    ids=str,
+)
+def test_a_config_with_nonsense_in_it_is_refused_in_a_sentence(change: dict[str, object]) -> None:
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
+    ModelConfig.from_hf(dict(config))
+    with pytest.raises(ValueError):
+        ModelConfig.from_hf({**config, **change})
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "[" * 100_000, "{"], ids=lambda t: t[:4])
+def test_a_config_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelConfig.from_hf(tmp_path)

@@ -1,0 +1,131 @@
+"""Which model and which engine: the options that most subcommands share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jllm.bench.roofline import HARDWARE, Hardware, hardware
+from jllm.config import PRESETS, EngineConfig, ModelConfig
+from jllm.params import Params, init, load
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """``--model`` or ``--config``, and what goes with them."""
+    which = parser.add_argument_group("model").add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="a folder, a .gguf file, a hub name or a packaged model")
+    which.add_argument(
+        "--config",
+        metavar="PRESET|CONFIG.JSON",
+        help=f"random weights of a shape: {', '.join(PRESETS)}, or a config.json",
+    )
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights made on the device; what --config means anyway",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--seed", type=int, default=0, help="of random weights and of workloads")
+    parser.add_argument(
+        "--hardware",
+        choices=sorted(HARDWARE),
+        help="draw this GPU's roofline; otherwise the one found, if it is known",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Fields of EngineConfig; what is left out the engine or the row chooses."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--max-num-seqs", type=int)
+    group.add_argument("--max-num-batched-tokens", type=int)
+    group.add_argument("--max-model-len", type=int, help="instead of what each row prescribes")
+    group.add_argument("--max-prefill-seqs", type=int)
+    group.add_argument("--num-kv-blocks", type=int)
+    group.add_argument("--gpu-memory-utilization", type=float)
+    group.add_argument("--decode-buckets", type=int_list, metavar="N,N")
+    group.add_argument("--prefill-buckets", type=int_list, metavar="N,N")
+
+
+def int_list(text: str) -> tuple[int, ...]:
+    """``1,16`` -> (1, 16), for argparse."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers like 1,16 and not {text!r}") from None
+
+
+class Model(NamedTuple):
+    """A loaded model and what the record says of it."""
+
+    params: Params
+    name: str
+    weights: str  # dummy or checkpoint
+
+
+def config_of(options: argparse.Namespace) -> tuple[str, ModelConfig]:
+    """Name and shape of ``--config``, or of ``--model`` with ``--load-format dummy``.
+
+    Raises ValueError or FileNotFoundError if there is none.
+    """
+    source = options.config or options.model
+    if options.config in PRESETS:
+        return options.config, ModelConfig.preset(options.config)
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder with a "
+            "config.json; --load-format dummy needs one of them."
+        )
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return name, ModelConfig.from_hf(path)
+
+
+def load_model(options: argparse.Namespace) -> Model:
+    """Loads the checkpoint, or makes random weights on the device."""
+    if options.model and options.load_format == "auto":
+        name = Path(options.model).name.removesuffix(".gguf")
+        return Model(load(options.model, dtype=options.dtype), name, "checkpoint")
+    name, config = config_of(options)
+    return Model(init(config, jax.random.key(options.seed), dtype=options.dtype), name, "dummy")
+
+
+def chosen_hardware(options: argparse.Namespace, device_kind: str | None) -> Hardware | None:
+    """The GPU whose roofline is drawn."""
+    return hardware(options.hardware or device_kind or "")
+
+
+ENGINE_FIELDS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_prefill_seqs",
+    "num_kv_blocks",
+    "gpu_memory_utilization",
+    "decode_buckets",
+    "prefill_buckets",
+)
+
+
+def engine_config(
+    options: argparse.Namespace,
+    model: ModelConfig,
+    *,
+    max_model_len: int | None = None,
+    share_prefixes: bool = False,
+) -> EngineConfig:
+    """The engine's config of a row, what the user chose before what the row prescribes.
+
+    A prescribed max_model_len beyond the model's own is lowered to it, which the record shows.
+    Prefixes are shared only where the row says so: else repetitions would be served from the cache.
+    """
+    given = {name: getattr(options, name) for name in ENGINE_FIELDS}
+    changes: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    if options.max_model_len is not None:
+        changes["max_model_len"] = options.max_model_len
+    elif max_model_len is not None:
+        changes["max_model_len"] = min(max_model_len, model.max_position_embeddings)
+    changes["prefix_cache"] = "radix" if share_prefixes else "naive"
+    return EngineConfig(**changes)

@@ -1,0 +1,38 @@
+"""XLA's programs: how many were compiled, and where they are kept."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import jax
+
+_compiles = 0
+
+
+def compiles_so_far() -> int:
+    """Programs that this process has compiled or read from the compilation cache."""
+    _listen_for_compiles()
+    return _compiles
+
+
+@functools.cache
+def _listen_for_compiles() -> None:
+    def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        global _compiles
+        _compiles += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+
+
+@functools.cache
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk, in ``$XDG_CACHE_HOME/jllm`` (``~/.cache/jllm``), unless
+    the user configured JAX's compilation cache: a second start then compiles nothing."""
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jllm" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,98 @@
+"""How large an engine is: the numbers that its user left open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jllm.config import EngineConfig, ModelConfig
+
+CPU_KV_BYTES = 1 << 30
+GPU_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
+
+
+def resolve(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    bytes_per_value: int,
+    memory: Mapping[str, int] | None,
+) -> EngineConfig:
+    """Fills in every field left None, by platform and by what the KV pool can hold.
+
+    Args:
+      config: what the user asked for.
+      model: the model that is to run.
+      bytes_per_value: of the KV cache.
+      memory: JAX's ``memory_stats`` of the device, the weights already on it; None on a CPU.
+
+    Raises:
+      ValueError: max_model_len exceeds the model's limit or the pool, or limits contradict.
+    """
+    cpu = not memory or "bytes_limit" not in memory
+    max_num_seqs = config.max_num_seqs or (32 if cpu else 256)
+    if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
+        max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
+    batched = config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs)
+    if batched < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({batched}) must be at least max_num_seqs ({max_num_seqs}): "
+            "every running request decodes one token a step."
+        )
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model was made for at most "
+            f"{model.max_position_embeddings} tokens."
+        )
+    max_len = config.max_model_len or model.max_position_embeddings
+    block_bytes = _block_bytes(model, config.block_size, bytes_per_value)
+    usable = max_num_seqs * -(-max_len // config.block_size)
+    num_blocks = config.num_kv_blocks or min(usable, _kv_bytes(config, memory) // block_bytes)
+    if num_blocks < 1:
+        raise ValueError(
+            f"No memory is left for the KV cache: one block takes {block_bytes / 2**20:.1f} MiB."
+        )
+    capacity = num_blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the KV pool of {num_blocks} blocks "
+            f"holds {capacity} tokens; raise num_kv_blocks or lower max_model_len."
+        )
+    decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
+    largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
+    prefill = config.prefill_buckets or _powers(min(32, largest), largest, 4)
+    if decode[-1] < max_num_seqs:
+        raise ValueError(
+            f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
+            f"({max_num_seqs}) rows."
+        )
+    return config.with_limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_model_len=min(max_len, capacity),
+        num_kv_blocks=num_blocks,
+        decode_buckets=decode,
+        prefill_buckets=prefill,
+        max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
+    )
+
+
+def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:
+    """low, low * factor, ... below high, and high."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= factor
+    return (*sizes, high)
+
+
+def _block_bytes(model: ModelConfig, block_size: int, bytes_per_value: int) -> int:
+    values = model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim
+    return values * bytes_per_value
+
+
+def _kv_bytes(config: EngineConfig, memory: Mapping[str, int] | None) -> int:
+    """Bytes that the KV cache may take."""
+    if not memory or "bytes_limit" not in memory:
+        return CPU_KV_BYTES
+    usable = int(memory["bytes_limit"] * config.gpu_memory_utilization)
+    return usable - memory["bytes_in_use"] - GPU_SLACK_BYTES
