@@ -17,7 +17,7 @@ help:
 setup: .venv/.installed-$(EXTRAS) ## install jllm and EXTRAS (default dev), e.g. EXTRAS=cuda13,gguf
 
 demo: .venv/.installed-gguf .venv/.$(DEMO_MODEL) ## answer a question with a small model
-	@$(PY) -m jllm generate --model smollm2-135m-instruct --chat --max-tokens 64 \
+	@$(PY) -m jllm generate --model smollm2-135m-instruct --chat --max-tokens 100 \
 		--prompt "Why is the sky blue? Answer in two sentences."
 
 lint: .venv/.installed-dev ## ruff, format check, mypy

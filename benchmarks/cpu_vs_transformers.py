@@ -102,7 +102,9 @@ def main() -> None:
     for name, python in (("transformers", options.hf_python), ("jllm", sys.executable)):
         print(f"running {name} ...", file=sys.stderr)
         command = [python, __file__, "--only", name, "--gguf", gguf]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{name} failed under {python}; --hf-python names a Python that has torch.")
         results[name] = json.loads(done.stdout.splitlines()[-1])
         print(f"{results[name]['engine']}: {results[name]['tokens_per_s']:.0f} tokens/s")
     ratio = results["jllm"]["tokens_per_s"] / results["transformers"]["tokens_per_s"]

@@ -135,6 +135,15 @@ def test_a_dtype_that_weights_cannot_have_is_refused(dtype: str) -> None:
         jllm.load("anything", dtype=dtype)
 
 
+def test_the_same_params_again_find_their_prefixes() -> None:
+    prompt = random_prompts([40])[0]
+    jllm.release()
+    for _ in range(2):
+        generate(prompt, greedy_params(2))
+    with jllm.api._engine(tiny_model(), CONFIG) as engine:
+        assert engine.stats().prefix_hits == 32
+
+
 def test_broken_weights_spoil_no_later_request() -> None:
     prompt = random_prompts([40])[0]
     broken = jax.tree.map(lambda x: x * jnp.nan, tiny_model())

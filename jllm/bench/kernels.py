@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jllm.bench import timing
+from jllm.bench.arguments import int_list, positive
 from jllm.bench.environment import environment
 from jllm.bench.kernel_ops import Case, all_cases
-from jllm.bench.models import add_model_options, chosen_hardware, config_of, int_list
+from jllm.bench.models import add_model_options, chosen_hardware, config_of
 from jllm.bench.results import Result, Row, add_record_options, row
 from jllm.bench.suite import line
 from jllm.params import default_dtype
@@ -38,10 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-sizes", type=int_list, default=(1, 16, 64, 256), metavar="N,N")
     group.add_argument("--contexts", type=int_list, default=(1024,), metavar="N,N")
     group.add_argument("--chunks", type=int_list, default=(2048,), metavar="N,N")
-    group.add_argument("--block-size", type=int, default=16)
+    group.add_argument("--block-size", type=positive, default=16)
     group.add_argument("--ops", default="", metavar="REGEX", help="only rows whose name matches")
-    group.add_argument("--ceiling-mib", type=int, help="array of the ceilings (2048; CPU: 64)")
-    group.add_argument("--ceiling-width", type=int, help="matrix of the ceilings (8192; CPU: 512)")
+    group.add_argument("--ceiling-mib", type=positive, help="array of the ceilings (2048; CPU: 64)")
+    group.add_argument(
+        "--ceiling-width", type=positive, help="matrix of the ceilings (8192; CPU: 512)"
+    )
     group.add_argument(
         "--rotate-mib", type=int, help="inputs to rotate among: more than L2 (128; CPU: 4)"
     )

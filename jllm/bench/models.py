@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jllm.bench.arguments import int_list, positive
 from jllm.bench.roofline import HARDWARE, Hardware, hardware
 from jllm.config import PRESETS, EngineConfig, ModelConfig
 from jllm.params import Params, init, load
@@ -40,22 +41,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Fields of EngineConfig; what is left out the engine or the row chooses."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--max-num-seqs", type=int)
-    group.add_argument("--max-num-batched-tokens", type=int)
-    group.add_argument("--max-model-len", type=int, help="instead of what each row prescribes")
-    group.add_argument("--max-prefill-seqs", type=int)
-    group.add_argument("--num-kv-blocks", type=int)
+    group.add_argument("--max-num-seqs", type=positive)
+    group.add_argument("--max-num-batched-tokens", type=positive)
+    group.add_argument("--max-model-len", type=positive, help="instead of what each row prescribes")
+    group.add_argument("--max-prefill-seqs", type=positive)
+    group.add_argument("--num-kv-blocks", type=positive)
     group.add_argument("--gpu-memory-utilization", type=float)
     group.add_argument("--decode-buckets", type=int_list, metavar="N,N")
     group.add_argument("--prefill-buckets", type=int_list, metavar="N,N")
-
-
-def int_list(text: str) -> tuple[int, ...]:
-    """``1,16`` -> (1, 16), for argparse."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers like 1,16 and not {text!r}") from None
 
 
 class Model(NamedTuple):

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from jllm.bench.arguments import output_file
+
 SCHEMA = "jllm-bench/1"
 
 Better = Literal["lower", "higher"]
@@ -241,6 +243,8 @@ def load_json(path: str | Path) -> Any:
 def add_record_options(parser: argparse.ArgumentParser) -> None:
     """Where the record goes; every subcommand that measures has these."""
     group = parser.add_argument_group("record")
-    group.add_argument("--out", metavar="JSON", help="where to write; printed unless given")
+    group.add_argument(
+        "--out", type=output_file, metavar="JSON", help="where to write; printed unless given"
+    )
     group.add_argument("--commit", help="of the record, where there is no git checkout")
     group.add_argument("--quiet", action="store_true", help="no progress bars")

@@ -89,7 +89,11 @@ def parse(name: str) -> BenchRow:
     for pattern, build in _PATTERNS:
         found = re.fullmatch(pattern, name)
         if found:
-            return build(name, found.groupdict())
+            groups = found.groupdict()
+            for key, value in groups.items():
+                if key != "temperature" and value is not None and re.fullmatch("0+", value):
+                    raise ValueError(f"Row {name!r} has {key} {value}; sizes are at least 1.")
+            return build(name, groups)
     known = "; ".join(re.sub(r"\(\?P<(\w+)>[^)]*\)\??", r"{\1}", p) for p, _ in _PATTERNS)
     raise ValueError(f"Unknown row {name!r}. Rows are {known}.")
 

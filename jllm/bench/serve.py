@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jllm.bench.arguments import positive
 from jllm.bench.client import Outcome, send
 from jllm.bench.datasets import Request, jsonl, random_workload
 from jllm.bench.environment import environment
@@ -36,12 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument("--dataset", choices=("random", "jsonl"), default="random")
     load.add_argument("--dataset-path", help="of jsonl")
-    load.add_argument("--num-prompts", type=int, default=1000)
-    load.add_argument("--input-len", type=int, default=1024)
-    load.add_argument("--output-len", type=int, default=128)
+    load.add_argument("--num-prompts", type=positive, default=1000)
+    load.add_argument("--input-len", type=positive, default=1024)
+    load.add_argument("--output-len", type=positive, default=128)
     load.add_argument("--range-ratio", type=float, help="spread of the lengths, see --convention")
     load.add_argument("--convention", choices=("vllm", "sglang"), default="vllm")
-    load.add_argument("--vocab-size", type=int, default=10_001, help="random ids lie below it")
+    load.add_argument("--vocab-size", type=positive, default=10_001, help="random ids lie below it")
     load.add_argument(
         "--request-rate",
         type=float,
@@ -54,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier",
     )
-    load.add_argument("--max-concurrency", type=int, help="most requests under way at once")
+    load.add_argument("--max-concurrency", type=positive, help="most requests under way at once")
     load.add_argument("--seed", type=int, default=0)
     load.add_argument("--warm-up", type=int, default=1, help="requests sent before (default 1)")
     load.add_argument("--timeout-s", type=float, default=600.0, help="of one request")

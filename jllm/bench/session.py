@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from jllm.bench.arguments import positive
 from jllm.bench.datasets import Request, Source
 from jllm.bench.models import Model, chosen_hardware, engine_config
 from jllm.bench.rows import BenchRow, LatencyRow
@@ -153,7 +154,9 @@ def spec_of(sampling: Sampling) -> SamplerSpec:
 def add_session_options(parser: argparse.ArgumentParser) -> None:
     """How often and how long to measure."""
     group = parser.add_argument_group("measuring")
-    group.add_argument("--repeats", type=int, default=3, help="runs per row (default 3), if cheap")
+    group.add_argument(
+        "--repeats", type=positive, default=3, help="runs per row (default 3), if cheap"
+    )
     group.add_argument(
         "--row-budget-s",
         type=float,

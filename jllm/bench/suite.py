@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jllm.bench import latency, throughput
+from jllm.bench.arguments import int_list, positive
 from jllm.bench.datasets import (
     Source,
     Workload,
@@ -23,7 +24,7 @@ from jllm.bench.datasets import (
     sharegpt,
 )
 from jllm.bench.environment import environment
-from jllm.bench.models import add_engine_options, add_model_options, int_list, load_model
+from jllm.bench.models import add_engine_options, add_model_options, load_model
 from jllm.bench.results import Result, Row, add_record_options
 from jllm.bench.rows import (
     LONG_LEN,
@@ -63,10 +64,10 @@ def add_throughput_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("one workload, instead of rows")
     group.add_argument("--dataset", choices=DATASETS, default="random")
     group.add_argument("--dataset-path", help="of sharegpt and jsonl")
-    group.add_argument("--num-prompts", type=int, help="default 1000; 256 of nano")
-    group.add_argument("--input-len", type=int, default=1024, help="own tokens of each prompt")
-    group.add_argument("--output-len", type=int, default=128)
-    group.add_argument("--prefix-len", type=int, default=2048, help="of shared-prefix")
+    group.add_argument("--num-prompts", type=positive, help="default 1000; 256 of nano")
+    group.add_argument("--input-len", type=positive, default=1024, help="own tokens of each prompt")
+    group.add_argument("--output-len", type=positive, default=128)
+    group.add_argument("--prefix-len", type=positive, default=2048, help="of shared-prefix")
     group.add_argument(
         "--range-ratio", type=float, help="of random: spread of the lengths, see --convention"
     )
@@ -76,7 +77,7 @@ def add_throughput_options(parser: argparse.ArgumentParser) -> None:
         default="vllm",
         help="vllm: lengths in [L(1-r), L(1+r)]; sglang and InferenceMAX: in [L*r, L]",
     )
-    group.add_argument("--n", type=int, help="samples per prompt; default 1, 8 of rollout")
+    group.add_argument("--n", type=positive, help="samples per prompt; default 1, 8 of rollout")
     group.add_argument("--temperature", type=float, help="default 0 (greedy), 1 of rollout")
     group.add_argument("--top-k", type=int, default=0)
     group.add_argument("--top-p", type=float, default=1.0)

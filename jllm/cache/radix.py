@@ -38,6 +38,16 @@ class Node:
         self.last_used = 0
 
 
+class Root(Node):
+    """Where the prefixes of one salt begin."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str | None) -> None:
+        super().__init__(b"", 0, None)
+        self.salt = salt
+
+
 class RadixCache:
     """The PrefixCache that shares; see the module's text."""
 
@@ -46,7 +56,7 @@ class RadixCache:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._roots: dict[str | None, Node] = {}
+        self._roots: dict[str | None, Root] = {}
         self._nodes: dict[int, Node] = {}  # by block
         self._num_evictable = 0  # nodes whose block only the tree holds
         # Leaves that were evictable when pushed, as (last_used, order, node). An entry is stale
@@ -59,7 +69,7 @@ class RadixCache:
     def match(self, tokens: Tokens, salt: str | None) -> Blocks:
         limit = (len(tokens) - 1) // self._block_size
         blocks = []
-        node = self._roots.get(salt)
+        node: Node | None = self._roots.get(salt)
         if node is not None:
             for edge in itertools.islice(self._edges(tokens), limit):
                 node = node.children.get(edge)
@@ -134,7 +144,7 @@ class RadixCache:
         if not edges:
             return
         self._clock += 1
-        node = self._roots.setdefault(salt, Node(b"", 0, None))
+        node: Node = self._roots.setdefault(salt, Root(salt))
         added = []
         for edge, block in zip(edges, blocks.tolist(), strict=False):
             child = node.children.get(edge)
@@ -183,8 +193,8 @@ class RadixCache:
             del parent.children[node.edge], self._nodes[node.block]
             evicted.append(node.block)
             if not parent.children:
-                if parent.parent is None:
-                    self._roots = {s: r for s, r in self._roots.items() if r is not parent}
+                if isinstance(parent, Root):
+                    del self._roots[parent.salt]
                 elif self._is_evictable(parent):
                     self._queue_leaf(parent)
         self._num_evictable -= count

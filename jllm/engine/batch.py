@@ -18,6 +18,10 @@ from jllm.config import EngineConfig
 
 Int32s = NDArray[np.int32]
 
+# XLA hands a slice of the plan to a Triton kernel without copying it, and jax-triton refuses one
+# that does not begin at a multiple of 16 bytes.
+ALIGNMENT = 4
+
 
 @dataclass(frozen=True)
 class StepSpec:
@@ -83,14 +87,23 @@ def sample_fields(num_rows: int) -> tuple[Field, ...]:
     )
 
 
+def offsets(fields: tuple[Field, ...]) -> tuple[list[int], int]:
+    """Where each field starts in a plan, and how long the plan is, in int32s."""
+    starts, end = [], 0
+    for field in fields:
+        starts.append(end)
+        end += _round_up(math.prod(field.shape), ALIGNMENT)
+    return starts, end
+
+
 def pack(fields: tuple[Field, ...]) -> tuple[Int32s, dict[str, NDArray[Any]]]:
     """An empty plan and, per field, a view into it to be filled in."""
-    plan = np.zeros(sum(math.prod(field.shape) for field in fields), np.int32)
-    views, offset = {}, 0
-    for field in fields:
-        size = math.prod(field.shape)
-        views[field.name] = plan[offset : offset + size].view(field.dtype).reshape(field.shape)
-        offset += size
+    starts, end = offsets(fields)
+    plan = np.zeros(end, np.int32)
+    views = {}
+    for field, start in zip(fields, starts, strict=True):
+        part = plan[start : start + math.prod(field.shape)]
+        views[field.name] = part.view(field.dtype).reshape(field.shape)
     return plan, views
 
 
@@ -117,7 +130,7 @@ class Buckets:
             decode=config.decode_buckets,
             prefill=config.prefill_buckets,
             prefill_rows=config.max_prefill_seqs,
-            table_width=-(-config.max_model_len // config.block_size),
+            table_width=_round_up(-(-config.max_model_len // config.block_size), ALIGNMENT),
         )
 
     @property
@@ -139,6 +152,10 @@ class Buckets:
         """Every spec that ``spec`` can return, largest last."""
         decode = [self.spec(n, 0) for n in self.decode]
         return decode + [self.spec(n, t) for t in self.prefill for n in self.mixed_decode]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _fit(sizes: tuple[int, ...], count: int) -> int:

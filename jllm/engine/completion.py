@@ -57,21 +57,40 @@ class Completion:
             request.finish_reason, request.stop_reason = "stop", stop
         elif request.num_known == request.max_tokens:
             request.finish_reason = "length"
-        if request.finished and self._detokenizer is not None:
-            tail, stop = self._matcher.push(self._detokenizer.flush())
-            self._text.append(tail + self._matcher.flush())
-            if request.finish_reason == "length" and stop is not None:
-                request.finish_reason, request.stop_reason = "stop", stop
+        if request.finished:
+            self._flush()
+
+    def abort(self) -> None:
+        """Ends the request where it is; text that was held back is shown."""
+        self.request.finish_reason = "abort"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Shows what was held back at the end: half a character, or the beginning of a stop
+        string. The replacement for half a character may complete one."""
+        request = self.request
+        if self._detokenizer is None:
+            return
+        tail, stop = self._detokenizer.flush(), None
+        if self._looks_for_stops:
+            tail, stop = self._matcher.push(tail)
+        self._text.append(tail + self._matcher.flush())
+        if request.finish_reason == "length" and stop is not None:
+            request.finish_reason, request.stop_reason = "stop", stop
 
     def _push_text(self, token: int) -> str | None:
         """Adds the token's text; returns the stop string it completes, if any."""
         if self._detokenizer is None:
             return None
         text, stop = self._detokenizer.push((token,)), None
-        if len(self.request.output) > self.request.params.min_tokens:
+        if self._looks_for_stops:
             text, stop = self._matcher.push(text)
         self._text.append(text)
         return stop
+
+    @property
+    def _looks_for_stops(self) -> bool:
+        return len(self.request.output) > self.request.params.min_tokens
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""

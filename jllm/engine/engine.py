@@ -205,19 +205,20 @@ class Engine:
         for completion in group.completions:
             request = completion.request
             if not request.finished:
-                request.finish_reason = "abort"
+                completion.abort()
                 self._retire(request)
         self._aborted.append(group)
 
     def update_params(self, params: Params) -> None:
         """Replaces the weights by others of the same shapes; compiles nothing. Steps dispatched
-        from now on use them; cached prefixes of the old weights are forgotten.
+        from now on use them; cached prefixes of the old weights are forgotten. The very arrays that
+        the engine runs already change nothing.
 
         Raises ValueError if shapes or dtypes differ.
         """
         self._check_open()
-        self._runner.update_params(params)
-        self.reset_prefix_cache()
+        if self._runner.update_params(params):
+            self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests keep what they hold, unshared."""

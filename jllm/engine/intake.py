@@ -47,6 +47,8 @@ class Intake:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, not {params!r}.")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be a string or None, not {cache_salt!r}.")
         params.check_vocab(self._model.vocab_size)
         if params.stop and self._tokenizer is None:
             raise ValueError("SamplingParams.stop needs text, but the model has no tokenizer.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import Protocol
 
 from jllm.engine.request import Request
@@ -44,6 +45,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members)
 
     def __contains__(self, request: Request) -> bool:
         return request in self._members

@@ -62,7 +62,7 @@ class Runner:
             bytes_per_value=jnp.dtype(params.dtype).itemsize,
             memory=self._device.memory_stats(),
         )
-        self.params = self._place(params)
+        self.params, self._given = self._place(params), params
         c = self.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_model_len
         cache = _zeros_cache(params.config, c.num_kv_blocks, c.block_size, params.dtype)
@@ -75,13 +75,16 @@ class Runner:
 
     def free(self) -> None:
         """Drops the weights, the cache and the token table."""
-        del self.params, self._cache, self._tokens
+        del self.params, self._given, self._cache, self._tokens, self._rules
 
-    def update_params(self, params: Params) -> None:
-        """Replaces the weights; nothing is compiled again.
+    def update_params(self, params: Params) -> bool:
+        """Replaces the weights; nothing is compiled again. False if they are the very arrays that
+        it runs already.
 
         Raises ValueError naming the first array whose shape or dtype differs.
         """
+        if _same_arrays(self._given, params):
+            return False
         new = self._place(params)
         if new.config != self.params.config:
             raise ValueError("update_params needs params of the same ModelConfig as the engine's.")
@@ -92,7 +95,8 @@ class Runner:
                     f"update_params: {jax.tree_util.keystr(path)} is {leaf.dtype}{leaf.shape}, "
                     f"but the engine runs {old.dtype}{old.shape}."
                 )
-        self.params = new
+        self.params, self._given = new, params
+        return True
 
     def _place(self, params: Params) -> Params:
         """The params as every step takes them, without their tokenizer: strongly typed arrays
@@ -163,7 +167,9 @@ class Runner:
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
         """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""
         before = compiles_so_far()
-        hidden = np.zeros((num_prefill, self.params.config.hidden_size), self.params.dtype)
+        shape = (num_prefill, self.params.config.hidden_size)
+        # Committed to the device, as a step gives it: for another it would be compiled again.
+        hidden = jax.device_put(jnp.zeros(shape, self.params.dtype), self._device)
         targets = np.zeros(num_prefill, np.int32)
         for count in (0, MAX_LOGPROBS):
             step.prompt_logprobs(self.params, hidden, targets, count=count)
@@ -182,8 +188,11 @@ class Runner:
         engine's: raises ValueError unless it maps logits (V,) and tokens (L,) to logits (V,)."""
         logits = jax.ShapeDtypeStruct((self.params.config.vocab_size,), jnp.float32)
         history = jax.ShapeDtypeStruct((self._tokens.shape[1],), jnp.int32)
+        batch = (jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in (logits, history))
         try:
+            hash(processor)
             result = jax.eval_shape(processor, logits, history)
+            jax.eval_shape(jax.vmap(processor), *batch)  # as the step calls it
         except Exception as error:
             raise ValueError(
                 f"SamplingParams.logits_processor cannot be traced by JAX: {error}"
@@ -235,6 +244,11 @@ class Runner:
 def _on_host(arrays: Iterable[jax.Array | None] | None) -> TokenLogprobs | None:
     on_host = [np.asarray(array) for array in arrays or () if array is not None]
     return TokenLogprobs(*on_host) if on_host else None
+
+
+def _same_arrays(one: Params, other: Params) -> bool:
+    leaves, others = jax.tree.leaves(one), jax.tree.leaves(other)
+    return len(leaves) == len(others) and all(a is b for a, b in zip(leaves, others, strict=True))
 
 
 def _in_copies(blocks: Blocks) -> list[Blocks]:

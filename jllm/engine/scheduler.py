@@ -164,10 +164,16 @@ class Scheduler:
         self.waiting.push(request)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all prefixes, those that running requests are still computing included."""
+        """Forgets all prefixes, those that requests are still computing and those in host memory
+        included: what is admitted from now on computes its KV with the weights of now."""
         self.cache.reset()
         for request in self.running:
             request.shareable = False
+        if self._swap_space is not None:
+            for request in self.waiting:
+                if request.arrival in self._swap_space:
+                    self._swap_space.discard(request.arrival)
+                    request.computed = 0
 
     def _schedule_decodes(self, step: Schedule) -> None:
         for request in list(self.running):
@@ -250,13 +256,14 @@ class Scheduler:
         if self._swap_space is not None and request.arrival in self._swap_space:
             filled = -(-request.computed // self._block_size)
             self._swap_space.restore(request.arrival, blocks[len(cached) : filled], len(cached))
+        else:
+            request.shareable = True  # all its KV is of now, not from before a reset
         request.computed = max(request.computed, found)
-        if not request.preempted:
+        if not request.preempted and self.cache.shares and not request.needs_full_prefill:
             self.counters.prefix_queries += request.num_known
             self.counters.prefix_hits += found
             request.num_cached = found
         request.resident = request.num_known
-        request.shareable = True
         bisect.insort(self.running, request, key=self._policy)
         return True
 

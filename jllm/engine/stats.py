@@ -75,8 +75,10 @@ class StepClock:
     @contextmanager
     def measure(self, phase: Literal["plan", "dispatch", "wait"]) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        setattr(self, phase, getattr(self, phase) + time.perf_counter() - start)
+        try:
+            yield
+        finally:
+            setattr(self, phase, getattr(self, phase) + time.perf_counter() - start)
 
 
 class PeriodicLog:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jllm.engine.batch import Field, StepSpec, forward_fields, sample_fields
+from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
 from jllm.models.attention import Rows, locate_tokens, paged_attention, write_kv
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
@@ -44,12 +44,10 @@ PROMPT_CHUNK = 256
 
 def unpack(plan: Array, fields: tuple[Field, ...]) -> dict[str, Array]:
     """The fields of a packed plan; the inverse of ``batch.pack``."""
-    values, offset = {}, 0
-    for field in fields:
-        size = math.prod(field.shape)
-        part = lax.slice(plan, (offset,), (offset + size,)).reshape(field.shape)
-        values[field.name] = lax.bitcast_convert_type(part, field.dtype)
-        offset += size
+    values = {}
+    for field, start in zip(fields, offsets(fields)[0], strict=True):
+        part = lax.slice(plan, (start,), (start + math.prod(field.shape),))
+        values[field.name] = lax.bitcast_convert_type(part.reshape(field.shape), field.dtype)
     return values
 
 

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllm.kernels import triton_call
+
 Array = jax.Array
 
 QUERY_TILE = 64  # prefill tokens that share one gather of their row's keys and values
@@ -85,10 +87,20 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
     return kv.at[slots // block_size, :, :, slots % block_size].set(update.astype(kv.dtype))
 
 
+class Tiles(NamedTuple):
+    """Queries cut into tiles: up to Q consecutive tokens of one row. All (M,) int32."""
+
+    row: Array
+    token: Array  # the first one's place among the queries
+    position: Array  # the first one's position in its row
+    length: Array  # tokens; 0 for a tile of padding
+
+
 def paged_attention(
     q: Array, kv: Array, rows: Rows, *, num_decode: int, window: int | None, scale: float
 ) -> Array:
-    """Causal attention of a mixed batch over its rows' cached context.
+    """Causal attention of a mixed batch over its rows' cached context, by Triton kernels on an
+    NVIDIA GPU and by plain XLA elsewhere.
 
     Args:
       q: (T, K, G, D) queries, decode rows first; their keys are already in the cache.
@@ -99,48 +111,75 @@ def paged_attention(
       scale: factor on the scores, normally D ** -0.5.
 
     Returns:
-      (T, K, G, D); padding tokens give finite values of no meaning.
+      (T, K, G, D); what padding tokens give has no meaning, and no other token reads it.
     """
+    attend = attend_tiles
+    if triton_call.available():
+        from jllm.kernels.paged_attention import attend_tiles as attend
+
     parts = []
     if num_decode:
         tables, lens = rows.block_tables[:num_decode], rows.context_lens[:num_decode]
-        positions = lens[:, None] - 1
-        decode = _attend_tiles(q[:num_decode, None], kv, tables, positions, window, scale)
-        parts.append(decode[:, 0])
+        tiles = decode_tiles(lens)
+        queries = q[:num_decode]
+        parts.append(attend(queries, kv, tables, tiles, size=1, window=window, scale=scale))
     if len(q) > num_decode:
-        parts.append(_attend_prefill(q[num_decode:], kv, rows, num_decode, window, scale))
+        tables, lens = rows.block_tables[num_decode:], rows.context_lens[num_decode:]
+        size = min(QUERY_TILE, len(q) - num_decode)
+        tiles = prefill_tiles(rows.query_start, lens, len(q) - num_decode, size)
+        queries = q[num_decode:]
+        parts.append(attend(queries, kv, tables, tiles, size=size, window=window, scale=scale))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _attend_prefill(
-    q: Array, kv: Array, rows: Rows, num_decode: int, window: int | None, scale: float
-) -> Array:
-    """Cuts each prefill row's queries into tiles of one row each: at most T // Q + Bp of them."""
-    num_tokens, num_rows = len(q), len(rows.query_start) - 1
-    size = min(QUERY_TILE, num_tokens)
-    starts, ends = rows.query_start[:-1], rows.query_start[1:]
+def decode_tiles(context_lens: Array) -> Tiles:
+    """A tile for each decode row."""
+    index = jnp.arange(len(context_lens), dtype=jnp.int32)
+    return Tiles(index, index, context_lens - 1, (context_lens > 0).astype(jnp.int32))
+
+
+def prefill_tiles(query_start: Array, context_lens: Array, num_tokens: int, size: int) -> Tiles:
+    """Cuts each row's queries into tiles of ``size``: at most T // Q + Bp of them.
+
+    query_start [0, 4, 6] with size 3 gives tiles of tokens [0 1 2] [3] [4 5] and padding.
+    """
+    starts, ends = query_start[:-1], query_start[1:]
+    num_rows = len(starts)
     tile_ends = jnp.cumsum((ends - starts + size - 1) // size)
     tile_starts = jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
-
     tile = jnp.arange(num_tokens // size + num_rows)
     row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
-    token = (starts[row] + (tile - tile_starts[row]) * size)[:, None] + jnp.arange(size)
-    context_lens = rows.context_lens[num_decode:][row]
-    position = context_lens[:, None] - ends[row][:, None] + token
-    # Past the row's end (the tail of its last tile, or a tile of padding) nothing is attended.
-    position = jnp.where((token < ends[row][:, None]), position, -1)
-    tiles = q[jnp.minimum(token, num_tokens - 1)]  # (M, Q, K, G, D)
-    tables = rows.block_tables[num_decode:][row]
-    out = _attend_tiles(tiles, kv, tables, position, window, scale)
-
-    token = jnp.arange(num_tokens)
-    row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), num_rows - 1)
-    offset = jnp.maximum(token - starts[row], 0)
-    tile = jnp.minimum(tile_starts[row] + offset // size, len(out) - 1)
-    return out[tile, offset % size]
+    token = starts[row] + (tile - tile_starts[row]) * size
+    length = jnp.clip(ends[row] - token, 0, size)  # 0 past the last row's end
+    position = context_lens[row] - ends[row] + token
+    return Tiles(*(x.astype(jnp.int32) for x in (row, token, position, length)))
 
 
-def _attend_tiles(
+def attend_tiles(
+    q: Array,
+    kv: Array,
+    tables: Array,
+    tiles: Tiles,
+    *,
+    size: int,
+    window: int | None,
+    scale: float,
+) -> Array:
+    """Attention of tiles of up to ``size`` queries; what no tile covers is 0.
+
+    q (T, K, G, D), kv (N, 2, K, S, D), tables (B, P) -> (T, K, G, D).
+    """
+    offset = jnp.arange(size)
+    token = tiles.token[:, None] + offset  # (M, Q)
+    real = offset < tiles.length[:, None]
+    position = jnp.where(real, tiles.position[:, None] + offset, -1)
+    queries = q[jnp.minimum(token, len(q) - 1)]  # (M, Q, K, G, D)
+    out = _online_softmax(queries, kv, tables[tiles.row], position, window, scale)
+    token = jnp.where(real, token, len(q))  # past the end: dropped
+    return jnp.zeros_like(q).at[token].set(out, mode="drop", unique_indices=False)
+
+
+def _online_softmax(
     q: Array, kv: Array, tables: Array, positions: Array, window: int | None, scale: float
 ) -> Array:
     """Online-softmax attention (arXiv 2205.14135) of M tiles, each within one row.

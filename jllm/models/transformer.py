@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jllm.config import ModelConfig
@@ -121,8 +122,9 @@ def logprobs(params: Params, token_ids: Array) -> Array:
     token_ids = jnp.asarray(token_ids)
     if token_ids.ndim == 0 or token_ids.shape[-1] < 2:
         raise ValueError(f"logprobs needs at least two tokens, not shape {token_ids.shape}.")
-    if not isinstance(token_ids, jax.core.Tracer):
-        low, high = int(token_ids.min()), int(token_ids.max())
+    if not isinstance(token_ids, jax.core.Tracer) and token_ids.size:
+        known = np.asarray(token_ids)  # numpy's min: that of JAX is traced when under jit
+        low, high = int(known.min()), int(known.max())
         if low < 0 or high >= params.config.vocab_size:
             raise ValueError(
                 f"logprobs got token id {low if low < 0 else high}, outside the vocabulary of "

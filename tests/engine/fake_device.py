@@ -29,6 +29,11 @@ class FakeDevice:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.kv: dict[tuple[int, int], Prefix | None] = {}
+        # Weights are numbered by the resets of the prefix cache. A request may read KV of the
+        # weights it was admitted under and of newer ones, never of older.
+        self.weights = 0
+        self.written_by: dict[tuple[int, int], int] = {}
+        self.admitted_under: dict[int, int] = {}  # by arrival
         self.tables: dict[int, dict[int, int]] = {}  # slot -> position -> token, as in step.py
 
     def run(
@@ -51,12 +56,16 @@ class FakeDevice:
                 assert place not in written, "two rows of a step write one place"
                 written.add(place)
                 self.kv[place] = self._prefix(request, position)
+                self.written_by[place] = self.weights
         results: list[tuple[Request, bool, int | None]] = []
         for request, start, length, samples in rows:
             for position in range(start + length):
                 place = self._place(request, block_tables, position)
                 assert self.kv.get(place) == self._prefix(request, position), (
                     f"request {request.arrival} reads stale KV at {position}, block {place[0]}"
+                )
+                assert self.written_by[place] >= self.admitted_under[request.arrival], (
+                    f"request {request.arrival} reads KV of older weights at {position}"
                 )
             token = None
             if samples:
@@ -69,13 +78,15 @@ class FakeDevice:
         content = np.empty((len(blocks), self.block_size), object)
         for i, block in enumerate(blocks.tolist()):
             for offset in range(self.block_size):
-                content[i, offset] = self.kv.get((block, offset))
+                place = block, offset
+                content[i, offset] = self.kv.get(place), self.written_by.get(place, 0)
         return [content]
 
     def write_blocks(self, blocks: np.ndarray, content: Sequence[np.ndarray], first: int) -> None:
         for i, block in enumerate(blocks.tolist()):
             for offset in range(self.block_size):
-                self.kv[block, offset] = content[0][first + i, offset]
+                place = block, offset
+                self.kv[place], self.written_by[place] = content[0][first + i, offset]
 
     def _prefix(self, request: Request, position: int) -> Prefix:
         """The tokens up to a position: those the host knows, then those only the device has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,22 @@ import jllm
 from tests.tiny_model import greedy, greedy_params, random_prompts, run, tiny_model
 
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 150, 7, 3, 5, 40, 16] * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Unhashable:
+    """A processor that says it can be hashed and cannot, as a module of arrays does."""
+
+    weight: object = dataclasses.field(default_factory=lambda: jnp.zeros(512))
+
+    def __call__(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        return logits + self.weight  # type: ignore[operator]
+
+
+def only_one_row(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Can be traced, but not for a batch."""
+    spec = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
+    return jax.pure_callback(np.asarray, spec, logits)  # type: ignore[no-any-return]
 
 
 def engine(**options: object) -> jllm.Engine:
@@ -155,6 +172,12 @@ def test_abort_gives_every_block_back_and_disturbs_nobody(steps: int) -> None:
         assert e.stats().running == e.stats().waiting == 0
 
 
+@pytest.mark.parametrize("salt", [1, ["a"], b"x"])
+def test_a_salt_that_is_no_text_is_refused(salt: object) -> None:
+    with engine() as e, pytest.raises(ValueError, match="cache_salt must be a string"):
+        e.add_request([1, 2], cache_salt=salt)  # type: ignore[arg-type]
+
+
 def test_aborting_an_unknown_request_is_ignored() -> None:
     with engine() as e:
         e.abort("nobody")
@@ -267,6 +290,8 @@ def test_the_same_request_id_twice_gives_two_requests() -> None:
         ([1] * 60, {"max_tokens": 5}, r"60 tokens and max_tokens is 5.*64"),
         ("text", {}, "no tokenizer"),
         ([1], {"stop": "x"}, "no tokenizer"),
+        ([1], {"logits_processor": Unhashable()}, "cannot be traced|must be a function"),
+        ([1], {"logits_processor": only_one_row}, "cannot be traced"),
         ([1], {"stop_token_ids": [512]}, r"stop_token_ids has 512, outside the vocabulary"),
     ],
     ids=lambda value: str(value)[:30],

@@ -92,11 +92,16 @@ class Load:
 
     def step(self, overlap: bool = True) -> bool:
         """Plans and dispatches; collects the step before. False when nothing was left to do."""
+        running = set(self.scheduler.running)
+        swapped = {r for r in self.scheduler.waiting if r.computed}
         try:
             schedule = self.scheduler.schedule()
         except MustDrain:
             self.drain()
+            swapped |= {r for r in self.scheduler.waiting if r.computed}
             schedule = self.scheduler.schedule()
+        for request in set(self.scheduler.running) - running - swapped:
+            self.device.admitted_under[request.arrival] = self.device.weights
         budget = self.scheduler._max_num_batched_tokens
         assert len(schedule.decode) + schedule.num_prefill_tokens <= max(
             budget, len(schedule.decode)
@@ -131,6 +136,11 @@ class Load:
         if not request.finished:
             request.finish_reason = "abort"
             self.retire(request)
+        self.check()
+
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.device.weights += 1
         self.check()
 
     def retire(self, request: Request) -> None:
@@ -234,8 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.load.scheduler.reset_prefix_cache()
-        self.load.check()
+        self.load.reset()
 
     @invariant()
     def pool_is_whole(self) -> None:
@@ -299,7 +308,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
 
 
 def test_recomputed_tokens_are_no_prefix_hits() -> None:
-    load = Load(num_blocks=6, max_num_seqs=3, budget=16)
+    load = Load("radix", num_blocks=6, max_num_seqs=3, budget=16)
     load.add([0, 1], 9)
     load.add([1, 0, 0], 9)
     load.run_to_the_end()
@@ -321,10 +330,10 @@ def test_nothing_matches_after_a_reset_not_even_what_runs() -> None:
     load = Load(num_blocks=40)
     load.add([0, 1, 1, 0, 1], 8)
     load.step()
-    load.scheduler.reset_prefix_cache()
+    load.reset()
     beside = load.add([0, 1, 1, 0, 1], 1)
     load.step()
-    load.scheduler.reset_prefix_cache()  # what ``beside`` published is gone again
+    load.reset()  # what ``beside`` published is gone again
     load.run_to_the_end()
     after = load.add([0, 1, 1, 0, 1], 8)
     load.run_to_the_end()
@@ -385,6 +394,24 @@ def test_an_aborted_request_leaves_the_swap_space() -> None:
         load.step()
     load.abort(next(r for r in load.alive if r.preempted))
     assert load.scheduler.num_swapped == 0
+
+
+def test_kv_in_host_memory_is_not_shared_after_a_reset() -> None:
+    load = Load("radix", "swap", num_blocks=8, max_num_seqs=3, budget=16, swap_blocks=50)
+    for prompt in ([0, 1], [1, 0, 0], [1, 1, 1]):
+        load.add(prompt, 10)
+    while not load.scheduler.num_swapped:
+        load.step()
+    load.reset()
+    assert load.scheduler.num_swapped == 0
+    load.run_to_the_end()
+
+
+def test_prompts_that_are_not_looked_up_are_no_queries() -> None:
+    load = Load("naive", num_blocks=20)
+    load.add([0, 1, 1, 0], 3)
+    load.run_to_the_end()
+    assert load.scheduler.counters.prefix_queries == 0
 
 
 def test_a_newcomer_is_not_admitted_only_to_be_pushed_out() -> None:

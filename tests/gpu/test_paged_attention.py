@@ -1,0 +1,100 @@
+"""The Triton attention kernel on a GPU against the XLA reference in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllm.kernels import triton_call
+from jllm.models.attention import attend_tiles, decode_tiles, prefill_tiles
+
+pytestmark = pytest.mark.gpu
+
+# Relative to the reference in float32 on the same rounded inputs: a few roundings of the output
+# and of the softmax weights in bfloat16 (2**-9) and float16 (2**-12).
+TOLERANCE = {"bfloat16": 1e-2, "float16": 1e-3, "float32": 1e-5}
+
+
+def problem(
+    lens: list[int], queries: int, heads: int, group: int, dim: int, block: int, dtype: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Random queries, a cache full of NaN but for the rows' own scattered blocks, their tables."""
+    rng = np.random.default_rng(sum(lens) + dim)
+    width = max(-(-n // block) for n in lens) + 1
+    tables = rng.permutation(np.arange(1, len(lens) * width + 1)).reshape(len(lens), width)
+    kv = np.full((tables.size + 1, 2, heads, block, dim), np.nan, np.float32)
+    for table, length in zip(tables, lens, strict=True):
+        for index in range(-(-length // block)):
+            used = min(block, length - index * block)
+            kv[table[index], :, :, :used] = rng.normal(size=(2, heads, used, dim))
+    q = rng.normal(size=(queries, heads, group, dim))
+    return jnp.asarray(q, dtype), jnp.asarray(kv, dtype), jnp.asarray(tables, jnp.int32)
+
+
+def relative_error(out: jax.Array, reference: jax.Array) -> float:
+    difference = np.asarray(out, np.float64) - np.asarray(reference, np.float64)
+    return float(np.linalg.norm(difference) / np.linalg.norm(np.asarray(reference, np.float64)))
+
+
+def both(q: jax.Array, kv: jax.Array, *rest: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    from jllm.kernels.paged_attention import attend_tiles as kernel
+
+    out = jax.jit(lambda q, kv: kernel(q, kv, *rest, **options))(q, kv)
+    exact = jax.jit(lambda q, kv: attend_tiles(q, kv, *rest, **options))
+    return out, exact(q.astype(jnp.float32), kv.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "block", "window"),
+    [
+        pytest.param(8, 4, 128, 16, None, id="llama"),
+        pytest.param(8, 2, 128, 16, None, id="qwen3-0.6b"),
+        pytest.param(3, 3, 64, 16, None, id="smollm2"),
+        pytest.param(2, 8, 80, 32, 50, id="dim 80, window"),
+        pytest.param(1, 1, 96, 64, None, id="dim 96, MHA"),
+        pytest.param(2, 7, 256, 16, 1000, id="dim 256, group 7"),
+    ],
+)
+@pytest.mark.parametrize(
+    "lens",
+    [
+        pytest.param([1], id="one token"),
+        pytest.param([5000], id="one long row"),
+        pytest.param([1, 15, 16, 17, 63, 64, 65, 700, 33, 2], id="ragged"),
+        pytest.param([130 + i for i in range(200)], id="many rows: no splits"),
+    ],
+)
+def test_decode_equals_the_reference(
+    lens: list[int], heads: int, group: int, dim: int, block: int, window: int | None, dtype: str
+) -> None:
+    assert triton_call.available()
+    q, kv, tables = problem(lens, len(lens), heads, group, dim, block, dtype)
+    tiles = decode_tiles(jnp.asarray(lens, jnp.int32))
+    out, exact = both(q, kv, tables, tiles, size=1, window=window, scale=dim**-0.5)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert relative_error(out, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "window"),
+    [(8, 4, 128, None), (3, 3, 64, None), (2, 2, 80, 50), (2, 1, 256, 100)],
+)
+def test_prefill_chunks_equal_the_reference(
+    heads: int, group: int, dim: int, window: int | None, dtype: str
+) -> None:
+    """Chunks from the start and from mid-context, a padding row, and padding tokens."""
+    chunks = [(64, 64), (65, 65), (1, 1), (130, 700), (7, 1000), (30, 31)]
+    counts, lens = [n for n, _ in chunks], [n for _, n in chunks]
+    starts = jnp.asarray([0, *np.cumsum(counts), sum(counts)], jnp.int32)
+    q, kv, tables = problem([*lens, 1], 512, heads, group, dim, 16, dtype)
+    tiles = prefill_tiles(starts, jnp.asarray([*lens, 0], jnp.int32), len(q), 64)
+    out, exact = both(q, kv, tables, tiles, size=64, window=window, scale=dim**-0.5)
+    real = sum(counts)
+    assert np.isfinite(np.asarray(out[:real], np.float32)).all()
+    assert relative_error(out[:real], exact[:real]) < TOLERANCE[dtype]
