@@ -151,7 +151,8 @@ def prefill_tiles(query_start: Array, context_lens: Array, num_tokens: int, size
     row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
     token = starts[row] + (tile - tile_starts[row]) * size
     length = jnp.clip(ends[row] - token, 0, size)  # 0 past the last row's end
-    position = context_lens[row] - ends[row] + token
+    # A tile of padding starts at 0 too: past its row it would look for blocks outside the table.
+    position = jnp.where(length > 0, context_lens[row] - ends[row] + token, 0)
     return Tiles(*(x.astype(jnp.int32) for x in (row, token, position, length)))
 
 

@@ -12,6 +12,7 @@ from jllm.models.attention import (
     Rows,
     locate_tokens,
     paged_attention,
+    prefill_tiles,
     write_kv,
 )
 
@@ -108,6 +109,15 @@ def test_tokens_are_located_from_row_lengths_alone() -> None:
     assert where.position.tolist() == [9, 0, 8, 9, 10, 11, 0, 1, 2, 0]
     assert where.slot.tolist() == [49, 0, 64, 65, 66, 67, 72, 73, 74, 0]
     assert where.row.tolist()[:9] == [0, 1, 2, 2, 2, 2, 3, 3, 3]
+
+
+def test_prefill_rows_are_cut_into_tiles_and_padding_tiles_are_empty() -> None:
+    starts, lens = jnp.asarray([0, 4, 6, 6]), jnp.asarray([9, 2, 0])
+    tiles = prefill_tiles(starts, lens, num_tokens=8, size=3)
+    assert tiles.length.tolist() == [3, 1, 2, 0, 0]
+    assert tiles.token.tolist()[:3] == [0, 3, 4]
+    assert tiles.row.tolist()[:3] == [0, 0, 1]
+    assert tiles.position.tolist() == [5, 8, 0, 0, 0]
 
 
 def test_writes_touch_their_own_slots_only() -> None:
