@@ -15,6 +15,7 @@ TEXT = ["jllm.chat_template", "jllm.detokenizer", "jllm.tokenizer", "jllm.tokeni
 DATA = [
     "jllm.compilation",
     "jllm.config",
+    "jllm.presets",
     "jllm.sampling_params",
     "jllm.outputs",
     "jllm.params",
@@ -29,6 +30,7 @@ MAY_IMPORT = {
     "jllm.kernels": [],
     "jllm.compilation": [],
     "jllm.config": [],
+    "jllm.presets": ["jllm.config"],
     "jllm.sampling_params": [],
     "jllm.outputs": [],
     **dict.fromkeys(TEXT, TEXT),
@@ -47,7 +49,11 @@ MAY_IMPORT = {
 }
 
 # Against the arrows, inside a function only: a user finds these where the thing is defined.
-LAZY = {("jllm.config", "jllm.models.families"), ("jllm.params", "jllm.weights.hub")}
+LAZY = {
+    ("jllm.config", "jllm.models.families"),
+    ("jllm.config", "jllm.presets"),
+    ("jllm.params", "jllm.weights.hub"),
+}
 
 # Library -> the only places that may import it.
 ONLY_IN = {

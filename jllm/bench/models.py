@@ -10,8 +10,9 @@ import jax
 
 from jllm.bench.arguments import int_list, positive
 from jllm.bench.roofline import HARDWARE, Hardware, hardware
-from jllm.config import PRESETS, EngineConfig, ModelConfig
+from jllm.config import EngineConfig, ModelConfig
 from jllm.params import Params, init, load
+from jllm.presets import PRESETS
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from jllm.bench import compare, plots, results
 from jllm.bench.results import Result, direction
 from jllm.bench.roofline import Hardware, decode_step_s
-from jllm.config import PRESETS
+from jllm.presets import PRESETS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -313,6 +313,7 @@ def test_a_config_with_nonsense_in_it_is_refused_in_a_sentence(change: dict[str,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "vocab_size": 256,
     }
     ModelConfig.from_hf(dict(config))
