@@ -117,7 +117,7 @@ def _keep() -> Any:
         vocab_size = logits.shape[-1]
         values, ids = jax.lax.top_k(logits / options.temperature[:, None], vocab_size)
         total = jax.nn.logsumexp(values, axis=-1)
-        kept = keep_mask(values, total, options, vocab_size)
+        kept, _ = keep_mask(values, total, options)
         return jnp.zeros(logits.shape, bool).at[jnp.arange(len(ids))[:, None], ids].set(kept)
 
     return jax.jit(keep)
@@ -236,3 +236,40 @@ def test_every_need_is_covered_by_a_compiled_spec() -> None:
             assert spec.filtered >= filtered and spec.processed >= processed
     assert sampler_spec(0, 0, 0, 0, 0) == SamplerSpec()
     assert sampler_spec(0, 1, 0, 0, 2) == SamplerSpec(filtered=True, logprobs=20)
+
+
+@pytest.mark.parametrize(
+    ("options", "complete"),
+    [
+        ({"top_k": 10}, True),
+        ({"top_k": 16}, True),
+        ({"top_k": 17}, False),
+        ({"top_k": 40, "top_p": 0.5}, False),  # 0.5 of a mass that goes beyond the candidates
+        ({"min_p": 0.9, "top_p": 0.5}, False),
+        ({"top_p": 0.2}, True),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 12, "top_p": 0.9}, True),
+    ],
+    ids=str,
+)
+def test_candidates_that_are_not_enough_say_so(options: dict[str, float], complete: bool) -> None:
+    """64 tokens of nearly one probability, of which the 16 likeliest are candidates."""
+    values = -1e-4 * jnp.arange(64.0)[None, :]
+    zeros = jnp.zeros(1, jnp.int32)
+    rows = SamplingRows(
+        temperature=jnp.ones(1),
+        top_k=jnp.full(1, options.get("top_k", 0), jnp.int32),
+        top_p=jnp.full(1, options.get("top_p", 1.0)),
+        min_p=jnp.full(1, options.get("min_p", 0.0)),
+        seeds=jnp.zeros((1, 2), jnp.uint32),
+        samples=zeros,
+        positions=zeros,
+        processed=zeros,
+    )
+    total = jax.nn.logsumexp(values, axis=-1)
+    few, said = keep_mask(values[:, :16], total, rows)
+    exact, _ = keep_mask(values, total, rows)
+    assert bool(said[0]) == complete
+    if complete:
+        assert few[0].tolist() == exact[0, :16].tolist()
+        assert not exact[0, 16:].any()
