@@ -19,7 +19,7 @@ from jllm.config import EngineConfig
 from jllm.engine.engine import Engine
 from jllm.engine.intake import Prompt
 from jllm.outputs import RequestOutput
-from jllm.params import Params
+from jllm.params import Params, check_params
 from jllm.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -53,7 +53,7 @@ def generate(
     Raises:
       ValueError: some prompt or option could never run; nothing has been run then.
     """
-    _check_params(params)
+    check_params(params)
     prompts = _list_of_prompts(prompts)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         options = [sampling_params or SamplingParams()] * len(prompts)
@@ -128,7 +128,7 @@ def stream(
 
     Arguments and errors are those of ``generate``; nothing runs before the first is asked for.
     """
-    _check_params(params)
+    check_params(params)
     with _engine(params, config) as engine:
         request_id = engine.add_request(prompt, sampling_params)
         try:
@@ -148,15 +148,10 @@ def release() -> None:
 
 def chat_prompt(params: Params, messages: Sequence[Message], **template_options: Any) -> list[int]:
     """The token ids of a conversation."""
-    _check_params(params)
+    check_params(params)
     if params.tokenizer is None:
         raise ValueError("The model has no tokenizer, so it cannot chat.")
     return params.tokenizer.apply_chat_template(messages, **template_options)
-
-
-def _check_params(params: Params) -> None:
-    if not isinstance(params, Params):
-        raise ValueError(f"params must be jllm.Params, as jllm.load makes them, not {params!r}.")
 
 
 def _list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

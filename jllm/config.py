@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -301,7 +301,3 @@ class EngineConfig:
                     and list(buckets) == sorted(set(buckets)),
                     f"EngineConfig.{name} must be ascending positive integers, not {buckets!r}.",
                 )
-
-    def with_limits(self, **changes: Any) -> EngineConfig:
-        """A copy with some fields replaced, validated again."""
-        return replace(self, **changes)

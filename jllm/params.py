@@ -112,6 +112,12 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+def check_params(params: object) -> None:
+    """Raises ValueError for what is no Params, such as a model's name."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params must be jllm.Params, as jllm.load makes them, not {params!r}.")
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 

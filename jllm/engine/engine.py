@@ -115,7 +115,7 @@ class Engine:
 
     def close(self) -> None:
         """Aborts what is unfinished and frees the device memory. Closing again does nothing;
-        every other call raises RuntimeError."""
+        new requests, steps and weights then raise RuntimeError."""
         if self._closed:
             return
         for request_id in list(self._groups):

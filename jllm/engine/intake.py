@@ -68,7 +68,6 @@ class Intake:
                 num_prompt=len(ids),
                 params=params,
                 cache_salt=cache_salt,
-                priority=params.priority,
                 sample=sample,
                 seed=seed,
                 rules=rules,

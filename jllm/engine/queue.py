@@ -29,7 +29,7 @@ def fcfs(request: Request) -> Rank:
 def priority(request: Request) -> Rank:
     """Lower ``SamplingParams.priority`` first, then in order of arrival. A waiting request does
     not push out a running one; it only goes before others that wait."""
-    return (request.priority, request.arrival)
+    return (request.params.priority, request.arrival)
 
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}

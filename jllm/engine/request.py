@@ -30,7 +30,6 @@ class Request:
       num_prompt: length of the prompt.
       max_tokens: length at which the request ends.
       cache_salt: prefixes are shared only among requests of the same salt.
-      priority: lower goes first, under the priority policy.
       sample: which of the prompt's n samples this is.
       seed: 64-bit seed of its random draws.
       rules: what the device must know of its bias and masks, if it has any.
@@ -54,7 +53,6 @@ class Request:
     num_prompt: int
     params: SamplingParams
     cache_salt: str | None = None
-    priority: int = 0
     sample: int = 0
     seed: int = 0
     rules: Rules | None = None

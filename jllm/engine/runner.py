@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jllm.engine.planner import Entry, Plan
 from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
-from jllm.params import Params
+from jllm.params import Params, check_params
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
 BLOCKS_PER_COPY = 32  # blocks moved to or from host memory by one program
@@ -54,6 +55,7 @@ class Runner:
     the statement that donates them."""
 
     def __init__(self, params: Params, config: EngineConfig) -> None:
+        check_params(params)
         use_compilation_cache()
         self._device = jax.local_devices()[0]
         self.config = resolve(
@@ -102,8 +104,7 @@ class Runner:
         """The params as every step takes them, without their tokenizer: strongly typed arrays
         committed to the device. JAX compiles a program again for arguments that differ from those
         before in one of these, and must not for a difference in tokenizers."""
-        if not isinstance(params, Params):
-            raise ValueError(f"params must be jllm.Params, not {params!r}.")
+        check_params(params)
 
         def place(leaf: Any) -> jax.Array:
             array = jnp.asarray(leaf)
@@ -117,7 +118,14 @@ class Runner:
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts a step and returns at once; the results are on their way to the host."""
-        before = compiles_so_far()
+        with self._counting_compiles():
+            results = self._run(plan)
+        for array in (*results.sampled, *(results.prompt or ())):
+            if array is not None:
+                array.copy_to_host_async()
+        return results
+
+    def _run(self, plan: Plan) -> Dispatched:
         for entry in plan.entries:
             self._enter(entry)
         self._cache, self._tokens, raw, hidden = step.forward(
@@ -137,11 +145,14 @@ class Runner:
             prompt = step.prompt_logprobs(
                 self.params, hidden, plan.prompt.targets, count=plan.prompt.num_top
             )
-        self.num_compiles += compiles_so_far() - before
-        for array in (*sampled, *(prompt or ())):
-            if array is not None:
-                array.copy_to_host_async()
         return Dispatched(sampled, prompt)
+
+    @contextmanager
+    def _counting_compiles(self) -> Iterator[None]:
+        """Adds to ``num_compiles`` what is compiled inside."""
+        before = compiles_so_far()
+        yield
+        self.num_compiles += compiles_so_far() - before
 
     def _enter(self, entry: Entry) -> None:
         slot = np.int32(entry.slot)
@@ -166,22 +177,20 @@ class Runner:
 
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
         """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""
-        before = compiles_so_far()
         shape = (num_prefill, self.params.config.hidden_size)
         # Committed to the device, as a step gives it: for another it would be compiled again.
         hidden = jax.device_put(jnp.zeros(shape, self.params.dtype), self._device)
         targets = np.zeros(num_prefill, np.int32)
-        for count in (0, MAX_LOGPROBS):
-            step.prompt_logprobs(self.params, hidden, targets, count=count)
-        self.num_compiles += compiles_so_far() - before
+        with self._counting_compiles():
+            for count in (0, MAX_LOGPROBS):
+                step.prompt_logprobs(self.params, hidden, targets, count=count)
 
     def warm_up_entries(self) -> None:
         """Compiles and runs what enters an admitted request's tokens and rules."""
-        before = compiles_so_far()
         scratch = self._tokens.shape[0] - 1
         rules = Rules(*(np.zeros(x.shape[1:], x.dtype) for x in self._rules))  # type: ignore[arg-type]
-        self._enter(Entry(scratch, np.zeros(self._tokens.shape[1], np.int32), rules))
-        self.num_compiles += compiles_so_far() - before
+        with self._counting_compiles():
+            self._enter(Entry(scratch, np.zeros(self._tokens.shape[1], np.int32), rules))
 
     def check_processor(self, processor: LogitsProcessor) -> None:
         """Traces a ``logits_processor``, so that its faults are its user's error and not the
@@ -225,20 +234,14 @@ class Runner:
 
     def warm_up_copies(self) -> None:
         """Compiles the two programs that swapping needs."""
-        before = compiles_so_far()
         scratch = np.zeros(1, np.int32)
-        self.write_blocks(scratch, self.read_blocks(scratch), 0)
-        self.num_compiles += compiles_so_far() - before
+        with self._counting_compiles():
+            self.write_blocks(scratch, self.read_blocks(scratch), 0)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block, all layers."""
         return sum(kv.nbytes // len(kv) for kv in self._cache)
-
-    def memory_bytes(self) -> int:
-        """Bytes of weights, cache and per-request tables."""
-        leaves = jax.tree.leaves((self.params, self._cache, self._tokens, self._rules))
-        return sum(leaf.nbytes for leaf in leaves)
 
 
 def _on_host(arrays: Iterable[jax.Array | None] | None) -> TokenLogprobs | None:

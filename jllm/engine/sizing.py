@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jllm.config import EngineConfig, ModelConfig
 
@@ -65,7 +66,8 @@ def resolve(
             f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
             f"({max_num_seqs}) rows."
         )
-    return config.with_limits(
+    return replace(
+        config,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         max_model_len=min(max_len, capacity),

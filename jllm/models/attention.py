@@ -177,7 +177,7 @@ def attend_tiles(
     queries = q[jnp.minimum(token, len(q) - 1)]  # (M, Q, K, G, D)
     out = _online_softmax(queries, kv, tables[tiles.row], position, window, scale)
     token = jnp.where(real, token, len(q))  # past the end: dropped
-    return jnp.zeros_like(q).at[token].set(out, mode="drop", unique_indices=False)
+    return jnp.zeros_like(q).at[token].set(out, mode="drop")
 
 
 def _online_softmax(

@@ -81,8 +81,7 @@ class Load:
             arrival=len(self.requests),
             tokens=tokens,
             num_prompt=len(prompt),
-            params=SamplingParams(stop_token_ids=[] if eos is None else [eos]),
-            priority=priority,
+            params=SamplingParams(stop_token_ids=[] if eos is None else [eos], priority=priority),
             cache_salt=salt,
         )
         self.requests.append(request)
