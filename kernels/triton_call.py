@@ -1,12 +1,21 @@
-"""The one door to jax-triton: version shim, and whether kernels can run here."""
+"""The one door to jax-triton: version shim, launch, and whether kernels can run here."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+HOPPER = 90  # compute capability
+BACKEND_OPTIONS = {
+    # Triton writes the newest PTX that its own assembler reads; XLA's may be older. CUDA 12.7's:
+    "ptx_version": 86,
+    "enable_fp_fusion": True,  # the default, said aloud: Triton 3.9 warns that it will change
+}
 
 
 @functools.cache
@@ -25,10 +34,15 @@ def available() -> bool:
 def _jax_triton() -> Any:
     """jax_triton, importable on triton 3.6 too: there its import of the NVIDIA backend fails on
     the missing ``TMA_TF32``, it swallows that, and every kernel fails later to lower."""
-    driver = importlib.import_module("triton.backends.nvidia.driver")
-    if not hasattr(driver, "TMA_TF32"):
-        driver.TMA_TF32 = 11  # type: ignore[attr-defined]
-    return importlib.import_module("jax_triton")
+    try:
+        driver = importlib.import_module("triton.backends.nvidia.driver")
+        if not hasattr(driver, "TMA_TF32"):
+            driver.TMA_TF32 = 11  # type: ignore[attr-defined]
+        return importlib.import_module("jax_triton")
+    except ImportError as error:
+        raise ImportError(
+            "Triton kernels need jax-triton: install jllm[cuda13] or jllm[cuda12]."
+        ) from error
 
 
 def triton_call(
@@ -38,26 +52,43 @@ def triton_call(
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
-    compute_capability: int | None = None,
+    in_place: Sequence[int] = (),
+    flops: float = 0.0,
+    bytes_accessed: float = 0.0,
     **constants: Any,
 ) -> Any:
     """Launches a Triton kernel inside a jitted function.
 
     Args:
-      arrays: the kernel's inputs; its outputs follow them as pointers, in the order of out_type.
+      arrays: the kernel's operands; its outputs follow them as pointers, in the order of out_type.
       kernel: a function under ``triton.jit``.
       out_type: a pytree of ShapeDtypeStructs.
       grid: programs along each axis.
       num_warps, num_stages: of the launch.
-      compute_capability: to compile for, 90 for an H200; the device's own unless given.
+      in_place: places in ``arrays`` of those that the kernel updates; nothing is copied if the
+        array is donated or a temporary.
+      flops, bytes_accessed: what one launch does, shown by profilers.
       constants: the kernel's constexprs, by name.
+
+    Returns:
+      The outputs as in ``out_type``; with ``in_place`` a pair of these and the updated arrays.
 
     Raises:
       ImportError: jax-triton is not installed; the extras cuda12 and cuda13 bring it.
     """
-    options = {} if compute_capability is None else {"compute_capability": compute_capability}
-    return _jax_triton().triton_call(
-        *arrays,
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from jllm.kernels.interpreter import interpret
+
+        outputs, updated = interpret(arrays, kernel, out_type, grid, tuple(in_place), constants)
+        return (outputs, updated) if in_place else outputs
+    options: dict[str, Any] = {"backend_options": BACKEND_OPTIONS}
+    if jax.default_backend() != "gpu":
+        options["compute_capability"] = HOPPER  # compiled ahead for a GPU that is not here
+    if flops or bytes_accessed:
+        options["cost_estimate"] = {"flops": int(flops), "bytes_accessed": int(bytes_accessed)}
+    refs = {index: jax.new_ref(arrays[index]) for index in in_place}
+    outputs = _jax_triton().triton_call(
+        *(refs.get(index, array) for index, array in enumerate(arrays)),
         kernel=kernel,
         out_type=out_type,
         grid=grid,
@@ -66,3 +97,4 @@ def triton_call(
         **options,
         **constants,
     )
+    return (outputs, [ref[...] for ref in refs.values()]) if in_place else outputs

@@ -1,4 +1,5 @@
-"""Tests run on the CPU; with JLLM_TEST_GPU=1 (`make test-gpu`) on a GPU, or not at all."""
+"""Tests run on the CPU, with kernels in Triton's interpreter; with JLLM_TEST_GPU=1 (make test-gpu)
+on a GPU or not at all; with JLLM_TEST_AOT=1 (make test-aot) they are compiled for one."""
 
 import os
 
@@ -6,9 +7,15 @@ import hypothesis
 import pytest
 
 ON_GPU = os.environ.get("JLLM_TEST_GPU") == "1"
+AHEAD_OF_TIME = os.environ.get("JLLM_TEST_AOT") == "1"
+# All read when jax and triton are imported, here and in the tests' subprocesses.
 if not ON_GPU:
-    # Read when jax is imported, here and in the tests' subprocesses.
     os.environ["JAX_PLATFORMS"] = "cpu"
+if AHEAD_OF_TIME:
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # would need the GPU
+elif not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
     # Tests compile hundreds of tiny programs and run each for milliseconds: without LLVM's costly
     # passes they compile in half the time. Matrix products are library calls all the same.
     os.environ["XLA_FLAGS"] = (
@@ -34,3 +41,5 @@ def pytest_sessionstart() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not ON_GPU:
         pytest.skip("needs a GPU: run `make test-gpu`, or set JLLM_TEST_GPU=1")
+    if item.get_closest_marker("aot") and not AHEAD_OF_TIME:
+        pytest.skip("needs XLA's CUDA compiler: run `make test-aot`")
