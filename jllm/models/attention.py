@@ -15,13 +15,15 @@ so ``num_decode`` (3) is static, and only the prefill rows need ``query_start``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jllm.kernels import triton_call
+from jllm.kernels.tiles import Tiles, decode_tiles, prefill_tiles
 
 Array = jax.Array
 
@@ -87,15 +89,6 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
     return kv.at[slots // block_size, :, :, slots % block_size].set(update.astype(kv.dtype))
 
 
-class Tiles(NamedTuple):
-    """Queries cut into tiles: up to Q consecutive tokens of one row. All (M,) int32."""
-
-    row: Array
-    token: Array  # the first one's place among the queries
-    position: Array  # the first one's position in its row
-    length: Array  # tokens; 0 for a tile of padding
-
-
 def paged_attention(
     q: Array, kv: Array, rows: Rows, *, num_decode: int, window: int | None, scale: float
 ) -> Array:
@@ -113,47 +106,44 @@ def paged_attention(
     Returns:
       (T, K, G, D); what padding tokens give has no meaning, and no other token reads it.
     """
-    attend = attend_tiles
+    decode: Callable[..., Array] = decode_reference
+    prefill: Callable[..., Array] = prefill_reference
     if triton_call.available():
-        from jllm.kernels.paged_attention import attend_tiles as attend
+        from jllm.kernels.paged_attention import decode, prefill
 
     parts = []
+    tables, lens = rows.block_tables, rows.context_lens
+    options: dict[str, Any] = dict(window=window, scale=scale)
     if num_decode:
-        tables, lens = rows.block_tables[:num_decode], rows.context_lens[:num_decode]
-        tiles = decode_tiles(lens)
-        queries = q[:num_decode]
-        parts.append(attend(queries, kv, tables, tiles, size=1, window=window, scale=scale))
+        parts.append(decode(q[:num_decode], kv, tables[:num_decode], lens[:num_decode], **options))
     if len(q) > num_decode:
-        tables, lens = rows.block_tables[num_decode:], rows.context_lens[num_decode:]
-        size = min(QUERY_TILE, len(q) - num_decode)
-        tiles = prefill_tiles(rows.query_start, lens, len(q) - num_decode, size)
-        queries = q[num_decode:]
-        parts.append(attend(queries, kv, tables, tiles, size=size, window=window, scale=scale))
+        rest = tables[num_decode:], rows.query_start, lens[num_decode:]
+        parts.append(prefill(q[num_decode:], kv, *rest, **options))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def decode_tiles(context_lens: Array) -> Tiles:
-    """A tile for each decode row."""
-    index = jnp.arange(len(context_lens), dtype=jnp.int32)
-    return Tiles(index, index, context_lens - 1, (context_lens > 0).astype(jnp.int32))
+def decode_reference(
+    q: Array, kv: Array, tables: Array, context_lens: Array, *, window: int | None, scale: float
+) -> Array:
+    """What ``kernels.paged_attention.decode`` does, in plain XLA."""
+    tiles = decode_tiles(context_lens)
+    return attend_tiles(q, kv, tables, tiles, size=1, window=window, scale=scale)
 
 
-def prefill_tiles(query_start: Array, context_lens: Array, num_tokens: int, size: int) -> Tiles:
-    """Cuts each row's queries into tiles of ``size``: at most T // Q + Bp of them.
-
-    query_start [0, 4, 6] with size 3 gives tiles of tokens [0 1 2] [3] [4 5] and padding.
-    """
-    starts, ends = query_start[:-1], query_start[1:]
-    num_rows = len(starts)
-    tile_ends = jnp.cumsum((ends - starts + size - 1) // size)
-    tile_starts = jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
-    tile = jnp.arange(num_tokens // size + num_rows)
-    row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
-    token = starts[row] + (tile - tile_starts[row]) * size
-    length = jnp.clip(ends[row] - token, 0, size)  # 0 past the last row's end
-    # A tile of padding starts at 0 too: past its row it would look for blocks outside the table.
-    position = jnp.where(length > 0, context_lens[row] - ends[row] + token, 0)
-    return Tiles(*(x.astype(jnp.int32) for x in (row, token, position, length)))
+def prefill_reference(
+    q: Array,
+    kv: Array,
+    tables: Array,
+    query_start: Array,
+    context_lens: Array,
+    *,
+    window: int | None,
+    scale: float,
+) -> Array:
+    """What ``kernels.paged_attention.prefill`` does, in plain XLA."""
+    size = min(QUERY_TILE, len(q))
+    tiles = prefill_tiles(query_start, context_lens, len(q), size)
+    return attend_tiles(q, kv, tables, tiles, size=size, window=window, scale=scale)
 
 
 def attend_tiles(

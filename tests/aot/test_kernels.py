@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jllm.kernels.paged_attention import attend_tiles
+from jllm.kernels.paged_attention import decode, prefill
 from tests.aot.compiler import compile_for_h200
 
 pytestmark = pytest.mark.aot
 
-DTYPES = ["bfloat16", "float16"]
+DTYPES = ["bfloat16", "float16", "float32"]
 
 
 def spec(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
@@ -22,14 +22,28 @@ def spec(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("size", [1, 64])
-def test_paged_attention(size: int, dim: int, dtype: str) -> None:
-    tokens, heads, group, block = 64, 8, 4, 16
-    attend = jax.jit(functools.partial(attend_tiles, size=size, window=None, scale=dim**-0.5))
-    compile_for_h200(
-        attend,
-        spec(tokens, heads, group, dim, dtype=dtype),
+@pytest.mark.parametrize("window", [None, 100])
+def test_decode(window: int | None, dim: int, dtype: str) -> None:
+    q, kv, tables, lens = inputs(64, dim, dtype)
+    op = jax.jit(functools.partial(decode, window=window, scale=dim**-0.5))
+    compile_for_h200(op, q, kv, tables, lens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [32, 4096])
+def test_prefill(tokens: int, dim: int, dtype: str) -> None:
+    q, kv, tables, lens = inputs(4, dim, dtype)
+    q = spec(tokens, *q.shape[1:], dtype=dtype)
+    op = jax.jit(functools.partial(prefill, window=None, scale=dim**-0.5))
+    compile_for_h200(op, q, kv, tables, spec(5), lens)
+
+
+def inputs(rows: int, dim: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    heads, group, block = 8, 4, 16
+    return (
+        spec(rows, heads, group, dim, dtype=dtype),
         spec(1000, 2, heads, block, dim, dtype=dtype),
-        spec(tokens, 64),
-        tuple(spec(tokens) for _ in range(4)),
+        spec(rows, 64),
+        spec(rows),
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jllm.kernels import triton_call
-from jllm.models.attention import decode_tiles, prefill_tiles
-from tests.kernels.attention_problems import TOLERANCE, both, problem, relative_error
+from tests.kernels.attention_problems import (
+    TOLERANCE,
+    decoded,
+    prefilled,
+    problem,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -38,9 +42,8 @@ def test_decode_equals_the_reference(
     lens: list[int], heads: int, group: int, dim: int, block: int, window: int | None, dtype: str
 ) -> None:
     assert triton_call.available()
-    q, kv, tables = problem(lens, len(lens), heads, group, dim, block, dtype)
-    tiles = decode_tiles(jnp.asarray(lens, jnp.int32))
-    out, exact = both(q, kv, tables, tiles, size=1, window=window, scale=dim**-0.5)
+    given = problem(lens, len(lens), heads, group, dim, block, dtype)
+    out, exact = decoded(given, lens, window=window, scale=dim**-0.5)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert relative_error(out, exact) < TOLERANCE[dtype]
 
@@ -54,12 +57,8 @@ def test_prefill_chunks_equal_the_reference(
     heads: int, group: int, dim: int, window: int | None, dtype: str
 ) -> None:
     """Chunks from the start and from mid-context, a padding row, and padding tokens."""
-    chunks = [(64, 64), (65, 65), (1, 1), (130, 700), (7, 1000), (30, 31)]
-    counts, lens = [n for n, _ in chunks], [n for _, n in chunks]
-    starts = jnp.asarray([0, *np.cumsum(counts), sum(counts)], jnp.int32)
-    q, kv, tables = problem([*lens, 1], 512, heads, group, dim, 16, dtype)
-    tiles = prefill_tiles(starts, jnp.asarray([*lens, 0], jnp.int32), len(q), 64)
-    out, exact = both(q, kv, tables, tiles, size=64, window=window, scale=dim**-0.5)
-    real = sum(counts)
-    assert np.isfinite(np.asarray(out[:real], np.float32)).all()
-    assert relative_error(out[:real], exact[:real]) < TOLERANCE[dtype]
+    chunks, lens = [64, 65, 1, 130, 7, 30, 0], [64, 65, 1, 700, 1000, 31, 0]
+    given = problem([*lens[:-1], 1], 512, heads, group, dim, 16, dtype)
+    out, exact = prefilled(given, chunks, lens, window=window, scale=dim**-0.5)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert relative_error(out, exact) < TOLERANCE[dtype]
