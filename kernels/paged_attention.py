@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jllm.kernels.tiles import Parts, Tiles, cut, decode_tiles, prefill_tiles, whole
+from jllm.kernels.tiles import Parts, Tiles, cut, decode_tiles, owner, prefill_tiles, whole
 from jllm.kernels.triton_call import triton_call
 
 Array = jax.Array
@@ -369,8 +369,7 @@ def prefill(
     parts = cut(begins, ends, step=launch.context, programs=programs, least=launch.least)
     out, partial, lse = _launch(q, kv, tables, tiles, parts, size, **options)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    tile = jnp.searchsorted(tiles.token + tiles.length, token, side="right").astype(jnp.int32)
-    tile = jnp.minimum(tile, len(begins) - 1)  # tokens of padding
+    tile = jnp.minimum(owner(tiles.token + tiles.length, token), len(begins) - 1)
     query = jnp.minimum(token - tiles.token[tile], size - 1)
     own = _Source(partial, lse, parts.first[tile], parts.number[tile], query)
     return _merged(out, own)

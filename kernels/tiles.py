@@ -45,10 +45,10 @@ def prefill_tiles(query_start: Array, context_lens: Array, num_tokens: int, size
     """
     starts, ends = query_start[:-1], query_start[1:]
     num_rows = len(starts)
-    tile_ends = jnp.cumsum((ends - starts + size - 1) // size)
+    tile_ends = _running_sum((ends - starts + size - 1) // size)
     tile_starts = jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends[:-1]])
     tile = jnp.arange(num_tokens // size + num_rows)
-    row = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), num_rows - 1)
+    row = jnp.minimum(owner(tile_ends, tile), num_rows - 1)
     token = starts[row] + (tile - tile_starts[row]) * size
     length = jnp.clip(ends[row] - token, 0, size)  # 0 past the last row's end
     # A tile of padding starts at 0 too: past its row it would look for blocks outside the table.
@@ -76,10 +76,24 @@ def cut(begins: Array, ends: Array, *, step: int, programs: int, least: int) -> 
     size = jnp.maximum((steps.sum() + programs - 1) // programs, least)
     count = (steps + size - 1) // size
     even = (steps + count - 1) // jnp.maximum(count, 1)  # steps per part of each tile
-    last = jnp.cumsum(count)
+    last = _running_sum(count)
     part = jnp.arange(len(begins) + programs)
-    tile = jnp.minimum(jnp.searchsorted(last, part, side="right"), len(begins) - 1)
+    tile = jnp.minimum(owner(last, part), len(begins) - 1)
     begin = begins[tile] + (part - (last - count)[tile]) * even[tile] * step
     end = jnp.minimum(begin + even[tile] * step, ends[tile])
     tile = jnp.where(part < last[-1], tile, -1)
     return Parts(*(x.astype(jnp.int32) for x in (tile, begin, end, last - count, count)))
+
+
+def owner(ends: Array, index: Array) -> Array:
+    """Which of the ranges that end at ``ends`` (n,), ascending, holds each index (m,); n for none.
+
+    By comparing all with all: a binary search is a loop, which a CUDA graph does not capture.
+    """
+    return (ends[None, :] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
+
+
+def _running_sum(x: Array) -> Array:
+    """cumsum, in one kernel."""
+    index = jnp.arange(len(x))
+    return jnp.where(index[None, :] <= index[:, None], x[None, :], 0).sum(axis=1, dtype=x.dtype)

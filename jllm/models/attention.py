@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jllm.kernels import triton_call
-from jllm.kernels.tiles import Tiles, decode_tiles, prefill_tiles
+from jllm.kernels.tiles import Tiles, decode_tiles, owner, prefill_tiles
 
 Array = jax.Array
 
@@ -66,8 +66,7 @@ def locate_tokens(rows: Rows, num_decode: int, num_prefill: int, block_size: int
     token = jnp.arange(num_prefill, dtype=jnp.int32)
     if num_prefill:
         ends = rows.query_start[1:]
-        index = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
-        index = jnp.minimum(index, len(ends) - 1)  # padding tokens: past every row
+        index = jnp.minimum(owner(ends, token), len(ends) - 1)  # padding: past every row
         prefill_row = num_decode + index
         prefill_position = rows.context_lens[prefill_row] - ends[index] + token
     else:
