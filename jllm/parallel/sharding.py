@@ -101,27 +101,24 @@ def laid_out(config: ModelConfig, tp: int) -> ModelConfig:
     )
 
 
-def share(axis: str, config: ModelConfig, tp: int, index: int) -> tuple[int, int]:
+def share(axis: str, config: ModelConfig, tp: int, index: int) -> slice:
     """Which entries of a checkpoint tensor's axis go to device ``index`` of ``tp``.
 
     Args:
       axis: its dimension letters, such as ``KGD``. V, K and F are split, each as the first letter.
-
-    Returns:
-      The first and the one after the last.
     """
     c, d = config, config.head_dim
     if axis == "V":
         width = laid_out(c, tp).vocab_size // tp
         first, last = index * width, (index + 1) * width
-        return min(first, c.vocab_size), min(last, c.vocab_size)
+        return slice(min(first, c.vocab_size), min(last, c.vocab_size))
     if axis == "KD":
         head = index * c.num_kv_heads // tp
-        return head * d, (head + max(1, c.num_kv_heads // tp)) * d
+        return slice(head * d, (head + max(1, c.num_kv_heads // tp)) * d)
     size = {"KGD": c.num_heads * d, "F": c.intermediate_size}.get(axis)
     if size is not None:
-        return index * size // tp, (index + 1) * size // tp
-    return 0, {"E": c.hidden_size, "D": d}[axis]
+        return slice(index * size // tp, (index + 1) * size // tp)
+    return slice(0, {"E": c.hidden_size, "D": d}[axis])
 
 
 def lay_out(name: str, array: Array, config: ModelConfig, tp: int) -> Array:
