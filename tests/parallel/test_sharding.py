@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,7 @@ from jllm.params import Layer, Params
 from jllm.weights import safetensors
 from tests.parallel.models import MODELS, PROMPTS, answers, config, split, weights
 from tests.tiny_model import greedy_params
+from tests.weights import test_gguf
 from tests.weights.checkpoints import hf_config, hf_tensors, write_folder
 
 CHECKPOINTS: dict[str, Any] = {
@@ -130,10 +132,16 @@ def test_a_checkpoint_loads_straight_onto_a_mesh(
     assert_same(jllm.load(folder, dtype="float32", mesh=mesh), place(one, mesh))
 
 
-def test_a_gguf_file_loads_onto_a_mesh() -> None:
-    mesh = jllm.make_mesh(tp=3)
-    one = jllm.load("smollm2-135m-instruct")
-    assert_same(jllm.load("smollm2-135m-instruct", mesh=mesh), place(one, mesh))
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_quantized_gguf_file_loads_onto_a_mesh(tmp_path: Path, tp: int) -> None:
+    config = hf_config(**test_gguf.SMALL)
+    config |= dict(num_attention_heads=8, hidden_size=64)
+    tensors = hf_tensors(config)
+    types = test_gguf.matrices(GGMLQuantizationType.Q8_0)
+    file = test_gguf.write(tmp_path / "model.gguf", config, tensors, types)
+    mesh = jllm.make_mesh(tp=tp)
+    one = jllm.load(file, dtype="float32")
+    assert_same(jllm.load(file, dtype="float32", mesh=mesh), place(one, mesh))
 
 
 def test_each_device_reads_its_part_and_nothing_twice(
