@@ -22,7 +22,7 @@ from jllm.engine.planner import Entry, Plan
 from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
-from jllm.parallel.mesh import check_mesh, mesh_of
+from jllm.parallel.mesh import checked, mesh_of
 from jllm.parallel.sharding import CACHE, WHOLE, place
 from jllm.params import Params, check_params
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
@@ -65,10 +65,8 @@ class Runner:
 
     def __init__(self, params: Params, config: EngineConfig, mesh: Mesh | None = None) -> None:
         check_params(params)
-        if mesh is not None:
-            check_mesh(mesh)
         use_compilation_cache()
-        self._mesh = mesh = mesh_of(params) if mesh is None else mesh
+        self._mesh = mesh = mesh_of(params) if mesh is None else checked(mesh)
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
         self._whole, cache_sharding = _shardings(devices[0], mesh)
         self.params, self._given = self._place(params), params
@@ -85,14 +83,15 @@ class Runner:
         assert c.num_kv_blocks and c.max_num_seqs and c.max_model_len
         kv_heads = self.params.layers[0].wqkv.shape[1]
         kv_shape = (c.num_kv_blocks + 1, 2, kv_heads, c.block_size, params.config.head_dim)
-        # One array per layer, the scratch block included.
-        self._cache = [
-            jnp.zeros(kv_shape, params.dtype, device=cache_sharding) for _ in params.layers
-        ]
-        tokens = (c.max_num_seqs + 1, c.max_model_len)
-        self._tokens = jnp.zeros(tokens, jnp.int32, device=self._whole)
-        rules = empty_rules(c.max_num_seqs + 1, params.config.vocab_size)
-        self._rules: Rules = jax.device_put(rules, self._whole)
+        slots = c.max_num_seqs + 1
+        with jax.set_mesh(None):
+            # One array per layer, the scratch block included.
+            self._cache = [
+                jnp.zeros(kv_shape, params.dtype, device=cache_sharding) for _ in params.layers
+            ]
+            self._tokens = jnp.zeros((slots, c.max_model_len), jnp.int32, device=self._whole)
+            rules = empty_rules(slots, params.config.vocab_size)
+            self._rules: Rules = jax.device_put(rules, self._whole)
         self.num_compiles = 0  # programs compiled, or read from the compilation cache, by steps
 
     def free(self) -> None:
@@ -125,15 +124,16 @@ class Runner:
         committed to the devices. JAX compiles a program again for arguments that differ from those
         before in one of these, and must not for a difference in tokenizers."""
         check_params(params)
-        params = jax.tree.map(_strongly_typed, dataclasses.replace(params, tokenizer=None))
-        if self._mesh is not None:
-            return place(params, self._mesh)
-        placed: Params = jax.device_put(params, self._whole)
-        return placed
+        with jax.set_mesh(None):
+            params = jax.tree.map(_strongly_typed, dataclasses.replace(params, tokenizer=None))
+            if self._mesh is not None:
+                return place(params, self._mesh)
+            placed: Params = jax.device_put(params, self._whole)
+            return placed
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts a step and returns at once; the results are on their way to the host."""
-        with self._counting_compiles():
+        with self._running():
             results = self._run(plan)
         for array in (*results.sampled, *(results.prompt or ())):
             if array is not None:
@@ -179,10 +179,12 @@ class Runner:
         return Dispatched(sampled, prompt)
 
     @contextmanager
-    def _counting_compiles(self) -> Iterator[None]:
-        """Adds to ``num_compiles`` what is compiled inside."""
+    def _running(self) -> Iterator[None]:
+        """Around every program: counts what is compiled, and hides a mesh that the caller has set
+        with ``jax.set_mesh``, as training loops do."""
         before = compiles_so_far()
-        yield
+        with jax.set_mesh(None):
+            yield
         self.num_compiles += compiles_so_far() - before
 
     def _enter(self, entry: Entry) -> None:
@@ -209,10 +211,10 @@ class Runner:
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
         """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""
         shape = (num_prefill, self.params.config.hidden_size)
-        # Committed to the devices, as a step gives it: for another it would be compiled again.
-        hidden = jnp.zeros(shape, self.params.dtype, device=self._whole)
         targets = np.zeros(num_prefill, np.int32)
-        with self._counting_compiles():
+        with self._running():
+            # Committed to the devices, as a step gives it: for another it would be compiled again.
+            hidden = jnp.zeros(shape, self.params.dtype, device=self._whole)
             for count in (0, MAX_LOGPROBS):
                 step.prompt_logprobs(self.params, hidden, targets, count=count, mesh=self._mesh)
 
@@ -220,7 +222,7 @@ class Runner:
         """Compiles and runs what enters an admitted request's tokens and rules."""
         scratch = self._tokens.shape[0] - 1
         rules = Rules(*(np.zeros(x.shape[1:], x.dtype) for x in self._rules))  # type: ignore[arg-type]
-        with self._counting_compiles():
+        with self._running():
             self._enter(Entry(scratch, np.zeros(self._tokens.shape[1], np.int32), rules))
 
     def check_processor(self, processor: LogitsProcessor) -> None:
@@ -246,10 +248,11 @@ class Runner:
 
     def read_blocks(self, blocks: Blocks) -> list[NDArray[Any]]:
         """Per layer the content (n, 2, K, S, D) of blocks (n,), on the host."""
-        parts = [
-            [np.asarray(array) for array in step.read_blocks(self._cache, padded, mesh=self._mesh)]
-            for padded in _in_copies(blocks)
-        ]
+        with self._running():
+            parts = [
+                list(map(np.asarray, step.read_blocks(self._cache, padded, mesh=self._mesh)))
+                for padded in _in_copies(blocks)
+            ]
         return [np.concatenate(layer)[: len(blocks)] for layer in zip(*parts, strict=True)]
 
     def write_blocks(self, blocks: Blocks, content: list[NDArray[Any]], first: int) -> None:
@@ -261,13 +264,13 @@ class Runner:
             if missing:
                 widths = [(0, missing)] + [(0, 0)] * (parts[0].ndim - 1)
                 parts = [np.pad(part, widths) for part in parts]
-            self._cache = step.write_blocks(self._cache, padded, parts, mesh=self._mesh)
+            with self._running():
+                self._cache = step.write_blocks(self._cache, padded, parts, mesh=self._mesh)
 
     def warm_up_copies(self) -> None:
         """Compiles the two programs that swapping needs."""
         scratch = np.zeros(1, np.int32)
-        with self._counting_compiles():
-            self.write_blocks(scratch, self.read_blocks(scratch), 0)
+        self.write_blocks(scratch, self.read_blocks(scratch), 0)
 
     @property
     def block_bytes(self) -> int:

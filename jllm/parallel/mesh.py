@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jllm.params import Params
 
-__all__ = ["AXIS", "Mesh", "check_mesh", "make_mesh", "mesh_of"]
+__all__ = ["AXIS", "Mesh", "checked", "make_mesh", "mesh_of"]
 
 AXIS = "tp"
 
@@ -30,12 +30,16 @@ def make_mesh(tp: int) -> Mesh:
     return _flat(np.array(devices[:tp]))
 
 
-def check_mesh(mesh: object) -> None:
-    """Raises ValueError for what is no mesh of the one axis ``tp``."""
+def checked(mesh: object) -> Mesh:
+    """A user's mesh as ``make_mesh`` would make it, whose axis may be Explicit, JAX's default.
+
+    Raises ValueError for what is no mesh of the one axis ``tp``.
+    """
     if not isinstance(mesh, Mesh) or mesh.axis_names != (AXIS,):
         raise ValueError(
             f"mesh must have the one axis {AXIS!r}, as jllm.make_mesh makes it, not {mesh!r}."
         )
+    return _flat(mesh.devices)
 
 
 def mesh_of(params: Params) -> Mesh | None:
@@ -50,10 +54,10 @@ def mesh_of(params: Params) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
             mesh = sharding.mesh
             assert isinstance(mesh, Mesh)
-            return mesh if mesh.axis_names == (AXIS,) else _flat(mesh.devices)
+            return _flat(mesh.devices)
     return None
 
 
 def _flat(devices: np.ndarray) -> Mesh:
-    # Auto: in meshes of JAX's default, Explicit, every contraction must name its sharding.
+    # Auto: with an Explicit axis shardings are types, and code that does not know them fails.
     return Mesh(devices.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))

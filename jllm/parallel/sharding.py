@@ -28,11 +28,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jllm.config import ModelConfig
-from jllm.parallel.mesh import AXIS, check_mesh
+from jllm.parallel.mesh import AXIS, checked
 from jllm.params import Params
 
 __all__ = [
@@ -177,18 +177,20 @@ def place_array(name: str, array: Array, config: ModelConfig, mesh: Mesh) -> Arr
 
     Raises ValueError if the model cannot be split over so many devices.
     """
-    check_mesh(mesh)
+    mesh = checked(mesh)
     sharding = NamedSharding(mesh, SPECS[name])
     program = _program(name, config, mesh.size, sharding)
-    shape = jax.eval_shape(program, array).shape
-    if array.shape == shape and array.sharding.is_equivalent_to(sharding, array.ndim):
-        return array
-    if list(array.sharding._device_assignment) == list(mesh.devices.flat):
-        return program(array)
-    # From one device device_put cuts there; from several it would go through the host.
-    whole = _program(name, config, mesh.size, None)(_on_one_device(array))
-    placed: Array = jax.device_put(whole, sharding)
-    return placed
+    array = _without_types(array)
+    with jax.set_mesh(None):  # the caller's own, which may be of other devices, counts for nothing
+        shape = jax.eval_shape(program, array).shape
+        if array.shape == shape and array.sharding.is_equivalent_to(sharding, array.ndim):
+            return array
+        if list(array.sharding._device_assignment) == list(mesh.devices.flat):
+            return program(array)
+        # From one device device_put cuts there; from several it would go through the host.
+        whole = _program(name, config, mesh.size, None)(_on_one_device(array))
+        placed: Array = jax.device_put(whole, sharding)
+        return placed
 
 
 @functools.cache
@@ -198,6 +200,20 @@ def _program(
     lay_out_one = functools.partial(lay_out, name, config=config, tp=tp)
     program: Callable[[Array], Array] = jax.jit(lay_out_one, out_shardings=sharding)
     return program
+
+
+def _without_types(array: Array) -> Array:
+    """The same buffers over a mesh of Auto axes: arrays over Explicit ones carry their sharding as
+    a type, which not every operation has a rule for."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        return array
+    mesh = sharding.mesh
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return array
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    same: Array = jax.device_put(array, NamedSharding(auto, sharding.spec))
+    return same
 
 
 def _on_one_device(array: Array) -> Array:

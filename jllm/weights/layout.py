@@ -22,7 +22,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding
 
 from jllm.config import ModelConfig
-from jllm.parallel.mesh import Mesh, check_mesh
+from jllm.parallel.mesh import Mesh, checked
 from jllm.parallel.sharding import SPECS, laid_out, share
 from jllm.params import Layer, Params, param_shapes
 from jllm.tokenizer import Tokenizer
@@ -207,9 +207,8 @@ class _Reader:
     """Reads leaves, in the sizes of ``config`` that the mesh asks for."""
 
     def __init__(self, model: ModelConfig, checkpoint: Checkpoint, mesh: Mesh | None) -> None:
-        if mesh is not None:
-            check_mesh(mesh)
-        self._model, self._checkpoint, self._mesh = model, checkpoint, mesh
+        self._model, self._checkpoint = model, checkpoint
+        self._mesh = None if mesh is None else checked(mesh)
         self._tp = 1 if mesh is None else mesh.size
         self.config = model if mesh is None else laid_out(model, mesh.size)
 

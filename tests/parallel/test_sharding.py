@@ -73,7 +73,7 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused(tp: Any) -> None:
 
 
 def test_a_mesh_of_other_axes_is_refused(tmp_path: Path) -> None:
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = training_mesh()
     folder = write_folder(tmp_path / "model", hf_config(), hf_tensors(hf_config()))
     for use in (
         lambda: jllm.Engine(weights("tied"), mesh=mesh),
@@ -85,6 +85,11 @@ def test_a_mesh_of_other_axes_is_refused(tmp_path: Path) -> None:
             ValueError, match=r"mesh must have the one axis 'tp', as jllm.make_mesh"
         ):
             use()
+
+
+def test_a_mesh_as_jax_makes_it_is_one_of_ours() -> None:
+    theirs = jax.make_mesh((2,), ("tp",))  # its axis is Explicit
+    assert_same(place(weights("tied"), theirs), split("tied", 2))
 
 
 @pytest.mark.parametrize(
@@ -169,26 +174,46 @@ def test_each_device_reads_its_part_and_nothing_twice(
     assert largest == max(tensor.size for tensor in tensors.values()) // 8
 
 
+def training_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(kind, kind))
+
+
+def trained(spec: P, kind: AxisType = AxisType.Auto) -> Params:
+    """Params as a training mesh splits them, matrices by their first axis where it divides."""
+
+    def split_one(leaf: jax.Array) -> jax.Array:
+        divides = leaf.ndim > 1 and leaf.shape[0] % 8 == 0
+        return jax.device_put(leaf, NamedSharding(training_mesh(kind), spec if divides else P()))
+
+    params: Params = jax.tree.map(split_one, weights("tied"))
+    return params
+
+
+def tokens_of(params: Params) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in answers(params, greedy_params(6))]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("tp"), P(("fsdp", "tp")), P("fsdp")], ids=str)
 def test_params_of_a_training_mesh_are_resharded_on_the_devices(
-    spec: P, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spec: P, kind: AxisType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
-
-    def of_training(leaf: jax.Array) -> jax.Array:
-        divides = leaf.ndim > 1 and leaf.shape[0] % 8 == 0
-        return jax.device_put(leaf, NamedSharding(mesh, spec if divides else P()))
-
-    expected = [out.outputs[0].token_ids for out in answers(weights("tied"), greedy_params(6))]
-    params = jax.tree.map(of_training, weights("tied"))
+    params = trained(spec, kind)
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="jllm"):
         no_host(patch)
         placed = place(params, jllm.make_mesh(tp=8))
     assert "Resharded 0.00 GB of params on the devices to tp=8." in caplog.text
     assert_same(placed, split("tied", 8))
     # All devices that hold a part of the params run the engine.
-    outputs = answers(params, greedy_params(6))
-    assert [out.outputs[0].token_ids for out in outputs] == expected
+    assert tokens_of(params) == tokens_of(weights("tied"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mesh_that_the_caller_has_set_changes_nothing(kind: AxisType) -> None:
+    expected = tokens_of(weights("tied"))
+    with jax.set_mesh(training_mesh(kind)):
+        for params in (weights("tied"), split("tied", 2), trained(P("fsdp"), kind)):
+            assert tokens_of(params) == expected
 
 
 def test_params_go_to_fewer_or_other_devices_without_the_host(
