@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jllm.engine.engine import Engine
     from jllm.models.transformer import logprobs
     from jllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from jllm.parallel.mesh import make_mesh
     from jllm.params import Params, init, load
     from jllm.sampling_params import SamplingParams
     from jllm.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ _HOME = {
     "init": "jllm.params",
     "load": "jllm.params",
     "logprobs": "jllm.models.transformer",
+    "make_mesh": "jllm.parallel.mesh",
     "release": "jllm.api",
     "stream": "jllm.api",
 }
@@ -58,6 +60,7 @@ __all__ = [
     "init",
     "load",
     "logprobs",
+    "make_mesh",
     "release",
     "stream",
 ]

@@ -1,8 +1,9 @@
 """The functions most people call: ``generate``, ``chat`` and ``stream``.
 
 They keep the engine they built for the next call. It is keyed by what its programs and memory
-depend on (the model's config, dtype and tokenizer, and the engine's config), not by the weights:
-a call with new weights of the same shapes, as in a training loop, compiles nothing.
+depend on (the model's config, dtype and tokenizer, the devices it is split over, and the engine's
+config), not by the weights: a call with new weights of the same shapes, as in a training loop,
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jllm.config import EngineConfig
 from jllm.engine.engine import Engine
 from jllm.engine.intake import Prompt
 from jllm.outputs import RequestOutput
+from jllm.parallel.mesh import mesh_of
 from jllm.params import Params, check_params
 from jllm.sampling_params import SamplingParams
 
@@ -41,7 +43,7 @@ def generate(
         jllm.generate(params, [[1, 15043], "text too"], jllm.SamplingParams(temperature=0))
 
     Args:
-      params: the model.
+      params: the model; params that are split over devices run on those.
       prompts: a text, a list of token ids, or a list of either.
       sampling_params: for all prompts, or a list with one for each; ``SamplingParams()`` if None.
       config: how the engine batches; a different one builds a new engine.
@@ -173,7 +175,7 @@ def _engine(params: Params, config: EngineConfig | None) -> Iterator[Engine]:
     """
     config = config or EngineConfig()
     dtypes = tuple(str(leaf.dtype) for leaf in jax.tree.leaves(params))
-    key = (params.config, dtypes, params.tokenizer, config)
+    key = (params.config, dtypes, params.tokenizer, mesh_of(params), config)
     engine = _kept.pop(key, None)
     fresh = engine is None
     if engine is None:

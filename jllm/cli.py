@@ -64,6 +64,7 @@ def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int) -> None
     )
     option = parser.add_argument
     option("--dtype", choices=DTYPES, help="of the weights; float32 on a CPU, bfloat16 on a GPU")
+    option("--tensor-parallel", type=int, default=1, metavar="N", help="devices to split it over")
     option("--max-tokens", type=int, default=max_tokens, help="most tokens to generate")
     option("--temperature", type=float, default=0.0, help="0 is greedy")
     option("--top-k", type=int, default=defaults.top_k, help="draw among the k likeliest; 0: all")
@@ -72,6 +73,13 @@ def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int) -> None
     option("--seed", type=int, help="the same seed gives the same text")
     option("--stop", action="append", default=[], help="end at this text; may be repeated")
     option("--ignore-eos", action="store_true", help="do not end where the model would")
+
+
+def _load(options: argparse.Namespace) -> jllm.Params:
+    """The model of ``_add_model_options``, on one device or split over several."""
+    tp = options.tensor_parallel
+    mesh = None if tp == 1 else jllm.make_mesh(tp=tp)
+    return jllm.load(options.model, dtype=options.dtype, mesh=mesh)
 
 
 def _sampling_params(options: argparse.Namespace) -> jllm.SamplingParams:
@@ -89,7 +97,7 @@ def _sampling_params(options: argparse.Namespace) -> jllm.SamplingParams:
 
 def _generate(options: argparse.Namespace) -> None:
     sampling_params = _sampling_params(options)
-    params = jllm.load(options.model, dtype=options.dtype)
+    params = _load(options)
     prompt: str | list[int] = options.prompt
     if options.chat:
         prompt = chat_prompt(params, [{"role": "user", "content": options.prompt}])
@@ -99,7 +107,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _chat(options: argparse.Namespace) -> None:
     sampling_params = _sampling_params(options)
-    params = jllm.load(options.model, dtype=options.dtype)
+    params = _load(options)
     messages = []
     if options.system:
         messages.append({"role": "system", "content": options.system})

@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jllm.config import ModelConfig
 from jllm.tokenizer import Tokenizer
@@ -137,16 +138,21 @@ def check_dtype(dtype: Any) -> Any:
     return jnp.dtype(dtype)
 
 
-def init(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> Params:
-    """Random weights of a model's shape, made on the device.
+def init(
+    config: ModelConfig, key: jax.Array, *, dtype: Any = None, mesh: Mesh | None = None
+) -> Params:
+    """Random weights of a model's shape, made on the device or on those of a mesh.
 
     Norms are one, everything else normal with standard deviation 0.02 (biases too, so that a
-    missing bias shows). The same key gives the same weights on every platform.
+    missing bias shows). The same key gives the same weights on every platform and mesh.
 
     Args:
       config: the shape; ``ModelConfig.preset(name)`` has the well-known ones.
       key: a JAX random key.
       dtype: of the weights; bfloat16 on a GPU and float32 on a CPU unless given.
+      mesh: from ``jllm.make_mesh``: devices to split the weights over.
+
+    Raises ValueError if the model cannot be split over so many devices.
     """
     if not isinstance(config, ModelConfig):
         raise ValueError(f"init needs a ModelConfig, such as a preset's, not {config!r}.")
@@ -154,12 +160,20 @@ def init(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> Params:
     leaves, treedef = jax.tree.flatten_with_path(shapes)
 
     keys = jax.random.split(key, len(leaves))
-    arrays = [
-        jnp.ones(shape.shape, shape.dtype)
-        if "norm" in jax.tree_util.keystr(path)
-        else _normal(keys[i], shape.shape, shape.dtype)
-        for i, (path, shape) in enumerate(leaves)
-    ]
+
+    def make(i: int, name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if "norm" in name:
+            array = jnp.ones(shape.shape, shape.dtype)
+        else:
+            array = _normal(keys[i], shape.shape, shape.dtype)
+        if mesh is None:
+            return array
+        from jllm.parallel.sharding import place_array
+
+        # Waited for, so that the first device never holds two of them.
+        return place_array(name, array, config, mesh).block_until_ready()
+
+    arrays = [make(i, path[-1].name, shape) for i, (path, shape) in enumerate(leaves)]
     params: Params = jax.tree.unflatten(treedef, arrays)
     return params
 
@@ -170,21 +184,25 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.asarray(0.02, dtype) * jax.random.normal(key, shape, dtype)
 
 
-def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None) -> Params:
+def load(
+    name_or_path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None
+) -> Params:
     """Loads a model: a folder of safetensors, a ``.gguf`` file, a Hugging Face hub name, or a
     packaged demo model (``smollm2-135m-instruct``).
 
     Args:
       name_or_path: where the model is. A path that exists wins over a name.
       dtype: of the weights in memory; bfloat16 on a GPU and float32 on a CPU unless given.
+      mesh: from ``jllm.make_mesh``: devices to split the weights over; each reads its own part.
 
     Raises:
       FileNotFoundError: nothing is there, or a file that the checkpoint names is missing.
       ValueError: the checkpoint is damaged, of an unknown architecture, or does not fit its
-        own config; the message names the file and the tensors.
+        own config, the message naming the file and the tensors; or the model cannot be split over
+        so many devices.
     """
     from jllm.weights import hub
 
     if not isinstance(name_or_path, str | os.PathLike):
         raise ValueError(f"load needs a name or a path, not {name_or_path!r}.")
-    return hub.load(name_or_path, check_dtype(dtype))
+    return hub.load(name_or_path, check_dtype(dtype), mesh)

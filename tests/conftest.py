@@ -23,6 +23,11 @@ elif not ON_GPU:
         + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
 
+if "JLLM_TEST_DEVICES" in os.environ:  # see tests/parallel/conftest.py
+    os.environ["XLA_FLAGS"] += (
+        f" --xla_force_host_platform_device_count={os.environ['JLLM_TEST_DEVICES']}"
+    )
+
 # The first example of a property compiles and so takes far longer than the default limit.
 hypothesis.settings.register_profile("jllm", hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("jllm")

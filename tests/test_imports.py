@@ -52,6 +52,7 @@ MAY_IMPORT = {
 LAZY = {
     ("jllm.config", "jllm.models.families"),
     ("jllm.config", "jllm.presets"),
+    ("jllm.params", "jllm.parallel.sharding"),
     ("jllm.params", "jllm.weights.hub"),
 }
 

@@ -11,6 +11,7 @@ import jax
 from jllm.bench.arguments import int_list, positive
 from jllm.bench.roofline import HARDWARE, Hardware, hardware
 from jllm.config import EngineConfig, ModelConfig
+from jllm.parallel.mesh import make_mesh
 from jllm.params import Params, init, load
 from jllm.presets import PRESETS
 
@@ -42,6 +43,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Fields of EngineConfig; what is left out the engine or the row chooses."""
     group = parser.add_argument_group("engine")
+    group.add_argument("--tp", type=positive, default=1, help="devices to split the model over")
     group.add_argument("--max-num-seqs", type=positive)
     group.add_argument("--max-num-batched-tokens", type=positive)
     group.add_argument("--max-model-len", type=positive, help="instead of what each row prescribes")
@@ -79,17 +81,25 @@ def config_of(options: argparse.Namespace) -> tuple[str, ModelConfig]:
 
 
 def load_model(options: argparse.Namespace) -> Model:
-    """Loads the checkpoint, or makes random weights on the device."""
+    """Loads the checkpoint, or makes random weights, on one device or split over several.
+
+    Raises ValueError if there are fewer, or the model cannot be split over so many.
+    """
+    mesh = make_mesh(tp=options.tp) if options.tp > 1 else None
     if options.model and options.load_format == "auto":
         name = Path(options.model).name.removesuffix(".gguf")
-        return Model(load(options.model, dtype=options.dtype), name, "checkpoint")
+        return Model(load(options.model, dtype=options.dtype, mesh=mesh), name, "checkpoint")
     name, config = config_of(options)
-    return Model(init(config, jax.random.key(options.seed), dtype=options.dtype), name, "dummy")
+    key = jax.random.key(options.seed)
+    return Model(init(config, key, dtype=options.dtype, mesh=mesh), name, "dummy")
 
 
-def chosen_hardware(options: argparse.Namespace, device_kind: str | None) -> Hardware | None:
-    """The GPU whose roofline is drawn."""
-    return hardware(options.hardware or device_kind or "")
+def chosen_hardware(
+    options: argparse.Namespace, device_kind: str | None, count: int = 1
+) -> Hardware | None:
+    """The GPU whose roofline is drawn, or so many of them."""
+    known = hardware(options.hardware or device_kind or "")
+    return known and known.times(count)
 
 
 ENGINE_FIELDS = (

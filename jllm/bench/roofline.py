@@ -43,6 +43,18 @@ class Hardware:
     flops_per_s: float
     source: str
 
+    def times(self, count: int) -> Hardware:
+        """So many of these GPUs that share all work evenly and say nothing to each other."""
+        if count == 1:
+            return self
+        return Hardware(
+            f"{count} x {self.name}",
+            self.read_bytes_per_s * count,
+            self.copy_bytes_per_s * count,
+            self.flops_per_s * count,
+            self.source,
+        )
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

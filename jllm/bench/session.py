@@ -58,7 +58,7 @@ class Session:
         self.model = model
         self.model_config = model.params.config
         self.itemsize = int(model.params.dtype.itemsize)
-        self.hardware = chosen_hardware(options, device_kind)
+        self.hardware = chosen_hardware(options, device_kind, options.tp)
         self.deadline = deadline
         self.done: dict[Hashable, Repeated] = {}
         self._engine: tuple[EngineConfig, Engine] | None = None

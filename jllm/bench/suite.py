@@ -187,7 +187,12 @@ def run_rows(benchmark: str, options: argparse.Namespace, rows: Sequence[BenchRo
         model.weights,
         str(model.params.dtype),
         env,
-        settings={"seed": options.seed, "load_s": time.monotonic() - began, "engines": []},
+        settings={
+            "seed": options.seed,
+            "tp": options.tp,
+            "load_s": time.monotonic() - began,
+            "engines": [],
+        },
         hardware=session.hardware.to_json() if session.hardware else None,
     )
     for spec in _grouped(rows):

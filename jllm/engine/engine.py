@@ -32,6 +32,7 @@ from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
 from jllm.models.sampler import SamplerSpec
 from jllm.outputs import RequestOutput
+from jllm.parallel.mesh import Mesh
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
 
@@ -57,13 +58,18 @@ class Engine:
     Args:
       params: the model; its tokenizer, if it has one, turns text prompts into ids and ids to text.
       config: how to batch and how much memory to use.
+      mesh: the devices to split the model over, from ``jllm.make_mesh``. Unless given, those that
+        the params are split over, whatever their own mesh calls its axes, or the first device.
 
     Raises:
-      ValueError: the config asks for more than the model or the memory allows.
+      ValueError: the config asks for more than the model or the memory allows, or the model
+        cannot be split over so many devices.
     """
 
-    def __init__(self, params: Params, config: EngineConfig | None = None) -> None:
-        self._runner = Runner(params, config or EngineConfig())
+    def __init__(
+        self, params: Params, config: EngineConfig | None = None, *, mesh: Mesh | None = None
+    ) -> None:
+        self._runner = Runner(params, config or EngineConfig(), mesh)
         self.config = c = self._runner.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_num_batched_tokens
         assert c.max_prefill_seqs and c.prefill_buckets and c.max_model_len

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from jllm.cache.block_pool import Blocks
 from jllm.compilation import compiles_so_far, use_compilation_cache
-from jllm.config import EngineConfig, ModelConfig
+from jllm.config import EngineConfig
 from jllm.engine import step
 from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
 from jllm.engine.planner import Entry, Plan
 from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
+from jllm.parallel.mesh import checked, mesh_of
+from jllm.parallel.sharding import CACHE, WHOLE, place
 from jllm.params import Params, check_params
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
@@ -52,27 +55,43 @@ class Results(NamedTuple):
 
 class Runner:
     """The device's side of an engine. One owner of the donated arrays: they are reassigned in
-    the statement that donates them."""
+    the statement that donates them.
 
-    def __init__(self, params: Params, config: EngineConfig) -> None:
+    Args:
+      params: the model.
+      config: of the engine.
+      mesh: the devices to run on; those that the params are split over unless given, or the first.
+    """
+
+    def __init__(self, params: Params, config: EngineConfig, mesh: Mesh | None = None) -> None:
         check_params(params)
         use_compilation_cache()
-        self._device = jax.local_devices()[0]
-        self.config = resolve(
+        self._mesh = mesh = mesh_of(params) if mesh is None else checked(mesh)
+        devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
+        self._whole, cache_sharding = _shardings(devices[0], mesh)
+        self.params, self._given = self._place(params), params
+        self.config = c = resolve(
             config,
             params.config,
             bytes_per_value=jnp.dtype(params.dtype).itemsize,
-            memory=self._device.memory_stats(),
+            memory=max(
+                (device.memory_stats() for device in devices),
+                key=lambda memory: memory["bytes_in_use"] if memory else 0,
+            ),
+            num_devices=len(devices),
         )
-        self.params, self._given = self._place(params), params
-        c = self.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_model_len
-        cache = _zeros_cache(params.config, c.num_kv_blocks, c.block_size, params.dtype)
-        tokens = jnp.zeros((c.max_num_seqs + 1, c.max_model_len), jnp.int32)
-        rules = empty_rules(c.max_num_seqs + 1, params.config.vocab_size)
-        self._cache, self._tokens, self._rules = jax.device_put(
-            (cache, tokens, rules), self._device
-        )
+        kv_heads = self.params.layers[0].wqkv.shape[1]
+        kv_shape = (c.num_kv_blocks + 1, 2, kv_heads, c.block_size, params.config.head_dim)
+        slots = c.max_num_seqs + 1
+        with jax.set_mesh(None):
+            # One array per layer, the scratch block included.
+            self._cache = [
+                jnp.zeros(kv_shape, params.dtype, device=cache_sharding) for _ in params.layers
+            ]
+            self._tokens = jnp.zeros((slots, c.max_model_len), jnp.int32, device=self._whole)
+            rules = empty_rules(slots, params.config.vocab_size)
+            self._rules: Rules = jax.device_put(rules, self._whole)
         self.num_compiles = 0  # programs compiled, or read from the compilation cache, by steps
 
     def free(self) -> None:
@@ -102,23 +121,19 @@ class Runner:
 
     def _place(self, params: Params) -> Params:
         """The params as every step takes them, without their tokenizer: strongly typed arrays
-        committed to the device. JAX compiles a program again for arguments that differ from those
+        committed to the devices. JAX compiles a program again for arguments that differ from those
         before in one of these, and must not for a difference in tokenizers."""
         check_params(params)
-
-        def place(leaf: Any) -> jax.Array:
-            array = jnp.asarray(leaf)
-            if array.weak_type:
-                array = jax.lax.convert_element_type(array, array.dtype)
-            placed: jax.Array = jax.device_put(array, self._device)
+        with jax.set_mesh(None):
+            params = jax.tree.map(_strongly_typed, dataclasses.replace(params, tokenizer=None))
+            if self._mesh is not None:
+                return place(params, self._mesh)
+            placed: Params = jax.device_put(params, self._whole)
             return placed
-
-        placed: Params = jax.tree.map(place, dataclasses.replace(params, tokenizer=None))
-        return placed
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts a step and returns at once; the results are on their way to the host."""
-        with self._counting_compiles():
+        with self._running():
             results = self._run(plan)
         for array in (*results.sampled, *(results.prompt or ())):
             if array is not None:
@@ -129,37 +144,55 @@ class Runner:
         for entry in plan.entries:
             self._enter(entry)
         self._cache, self._tokens, raw, hidden = step.forward(
-            self.params, self._cache, self._tokens, plan.forward, spec=plan.spec
+            self.params, self._cache, self._tokens, plan.forward, spec=plan.spec, mesh=self._mesh
         )
         logits = raw
         for processor, mask in plan.processed:
             logits = step.process_logits(
-                self._tokens, logits, plan.sample, mask, processor=processor
+                self._tokens,
+                logits,
+                plan.sample,
+                mask,
+                processor=processor,
+                vocab_size=self.params.config.vocab_size,
+                mesh=self._mesh,
             )
         sampled: Sampled
         self._tokens, sampled = step.sample(
-            self._tokens, self._rules, logits, raw, plan.sample, spec=plan.sampler
+            self._tokens,
+            self._rules,
+            logits,
+            raw,
+            plan.sample,
+            spec=plan.sampler,
+            mesh=self._mesh,
         )
         prompt = None
         if plan.prompt is not None:
             prompt = step.prompt_logprobs(
-                self.params, hidden, plan.prompt.targets, count=plan.prompt.num_top
+                self.params,
+                hidden,
+                plan.prompt.targets,
+                count=plan.prompt.num_top,
+                mesh=self._mesh,
             )
         return Dispatched(sampled, prompt)
 
     @contextmanager
-    def _counting_compiles(self) -> Iterator[None]:
-        """Adds to ``num_compiles`` what is compiled inside."""
+    def _running(self) -> Iterator[None]:
+        """Around every program: counts what is compiled, and hides a mesh that the caller has set
+        with ``jax.set_mesh``, as training loops do."""
         before = compiles_so_far()
-        yield
+        with jax.set_mesh(None):
+            yield
         self.num_compiles += compiles_so_far() - before
 
     def _enter(self, entry: Entry) -> None:
         slot = np.int32(entry.slot)
         if entry.tokens is not None:
-            self._tokens = step.enter_tokens(self._tokens, slot, entry.tokens)
+            self._tokens = step.enter_tokens(self._tokens, slot, entry.tokens, mesh=self._mesh)
         if entry.rules is not None:
-            self._rules = step.enter_rules(self._rules, slot, entry.rules)
+            self._rules = step.enter_rules(self._rules, slot, entry.rules, mesh=self._mesh)
 
     def collect(self, step: Dispatched) -> Results:
         """Waits for a dispatched step."""
@@ -178,18 +211,18 @@ class Runner:
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
         """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""
         shape = (num_prefill, self.params.config.hidden_size)
-        # Committed to the device, as a step gives it: for another it would be compiled again.
-        hidden = jax.device_put(jnp.zeros(shape, self.params.dtype), self._device)
         targets = np.zeros(num_prefill, np.int32)
-        with self._counting_compiles():
+        with self._running():
+            # Committed to the devices, as a step gives it: for another it would be compiled again.
+            hidden = jnp.zeros(shape, self.params.dtype, device=self._whole)
             for count in (0, MAX_LOGPROBS):
-                step.prompt_logprobs(self.params, hidden, targets, count=count)
+                step.prompt_logprobs(self.params, hidden, targets, count=count, mesh=self._mesh)
 
     def warm_up_entries(self) -> None:
         """Compiles and runs what enters an admitted request's tokens and rules."""
         scratch = self._tokens.shape[0] - 1
         rules = Rules(*(np.zeros(x.shape[1:], x.dtype) for x in self._rules))  # type: ignore[arg-type]
-        with self._counting_compiles():
+        with self._running():
             self._enter(Entry(scratch, np.zeros(self._tokens.shape[1], np.int32), rules))
 
     def check_processor(self, processor: LogitsProcessor) -> None:
@@ -215,10 +248,11 @@ class Runner:
 
     def read_blocks(self, blocks: Blocks) -> list[NDArray[Any]]:
         """Per layer the content (n, 2, K, S, D) of blocks (n,), on the host."""
-        parts = [
-            [np.asarray(array) for array in step.read_blocks(self._cache, padded)]
-            for padded in _in_copies(blocks)
-        ]
+        with self._running():
+            parts = [
+                list(map(np.asarray, step.read_blocks(self._cache, padded, mesh=self._mesh)))
+                for padded in _in_copies(blocks)
+            ]
         return [np.concatenate(layer)[: len(blocks)] for layer in zip(*parts, strict=True)]
 
     def write_blocks(self, blocks: Blocks, content: list[NDArray[Any]], first: int) -> None:
@@ -230,13 +264,13 @@ class Runner:
             if missing:
                 widths = [(0, missing)] + [(0, 0)] * (parts[0].ndim - 1)
                 parts = [np.pad(part, widths) for part in parts]
-            self._cache = step.write_blocks(self._cache, padded, parts)
+            with self._running():
+                self._cache = step.write_blocks(self._cache, padded, parts, mesh=self._mesh)
 
     def warm_up_copies(self) -> None:
         """Compiles the two programs that swapping needs."""
         scratch = np.zeros(1, np.int32)
-        with self._counting_compiles():
-            self.write_blocks(scratch, self.read_blocks(scratch), 0)
+        self.write_blocks(scratch, self.read_blocks(scratch), 0)
 
     @property
     def block_bytes(self) -> int:
@@ -260,9 +294,13 @@ def _in_copies(blocks: Blocks) -> list[Blocks]:
     return list(padded.reshape(-1, BLOCKS_PER_COPY))
 
 
-def _zeros_cache(
-    model: ModelConfig, num_blocks: int, block_size: int, dtype: Any
-) -> list[jax.Array]:
-    """One array per layer, the scratch block included."""
-    shape = (num_blocks + 1, 2, model.num_kv_heads, block_size, model.head_dim)
-    return [jnp.zeros(shape, dtype) for _ in range(model.num_layers)]
+def _shardings(device: jax.Device, mesh: Mesh | None) -> tuple[Sharding, Sharding]:
+    """Of what is whole on every device, and of the cache."""
+    if mesh is None:
+        return SingleDeviceSharding(device), SingleDeviceSharding(device)
+    return NamedSharding(mesh, WHOLE), NamedSharding(mesh, CACHE)
+
+
+def _strongly_typed(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return jax.lax.convert_element_type(array, array.dtype) if array.weak_type else array

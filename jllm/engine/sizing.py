@@ -17,6 +17,7 @@ def resolve(
     *,
     bytes_per_value: int,
     memory: Mapping[str, int] | None,
+    num_devices: int = 1,
 ) -> EngineConfig:
     """Fills in every field left None, by platform and by what the KV pool can hold.
 
@@ -24,7 +25,10 @@ def resolve(
       config: what the user asked for.
       model: the model that is to run.
       bytes_per_value: of the KV cache.
-      memory: JAX's ``memory_stats`` of the device, the weights already on it; None on a CPU.
+      memory: JAX's ``memory_stats`` of the fullest device, the weights already on it; None on a
+        CPU.
+      num_devices: that the cache is split over by key/value heads, a copy of one for each if
+        there are fewer heads.
 
     Raises:
       ValueError: max_model_len exceeds the model's limit or the pool, or limits contradict.
@@ -45,9 +49,13 @@ def resolve(
             f"{model.max_position_embeddings} tokens."
         )
     max_len = config.max_model_len or model.max_position_embeddings
-    block_bytes = _block_bytes(model, config.block_size, bytes_per_value)
+    kv_heads = max(model.num_kv_heads, num_devices)
+    block_values = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim
+    block_bytes = block_values * bytes_per_value
     usable = max_num_seqs * -(-max_len // config.block_size)
-    num_blocks = config.num_kv_blocks or min(usable, _kv_bytes(config, memory) // block_bytes)
+    num_blocks = config.num_kv_blocks or min(
+        usable, _kv_bytes(config, memory, num_devices) // block_bytes
+    )
     if num_blocks < 1:
         raise ValueError(
             f"No memory is left for the KV cache: one block takes {block_bytes / 2**20:.1f} MiB."
@@ -87,14 +95,9 @@ def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:
     return (*sizes, high)
 
 
-def _block_bytes(model: ModelConfig, block_size: int, bytes_per_value: int) -> int:
-    values = model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim
-    return values * bytes_per_value
-
-
-def _kv_bytes(config: EngineConfig, memory: Mapping[str, int] | None) -> int:
-    """Bytes that the KV cache may take."""
+def _kv_bytes(config: EngineConfig, memory: Mapping[str, int] | None, num_devices: int) -> int:
+    """Bytes that the KV cache may take, on all devices. Those of a CPU share its memory."""
     if not memory or "bytes_limit" not in memory:
         return CPU_KV_BYTES
     usable = int(memory["bytes_limit"] * config.gpu_memory_utilization)
-    return usable - memory["bytes_in_use"] - GPU_SLACK_BYTES
+    return num_devices * (usable - memory["bytes_in_use"] - GPU_SLACK_BYTES)

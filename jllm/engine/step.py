@@ -11,11 +11,13 @@ position, as far as it went through or came from the device. A decode row reads 
 so a step can be dispatched before the host knows what the previous one drew, and so do the
 penalties. Row R is scratch. ``enter_tokens`` and ``enter_rules`` write what an admitted request
 brings along into its slot.
+
+Given a ``mesh`` each device runs these programs on its part of the weights, of the cache and of the
+logits; plans, tokens and what is drawn are whole on all of them (parallel/program.py).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,12 +27,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
+from jllm.models import vocab
 from jllm.models.attention import Rows, locate_tokens, paged_attention, write_kv
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
 from jllm.models.sampler import sample as draw
 from jllm.models.transformer import forward as run_model
 from jllm.models.transformer import head
+from jllm.parallel.program import program
+from jllm.parallel.sharding import CACHE, LOGITS, WHOLE, param_specs
 from jllm.params import Params
 
 Array = jax.Array
@@ -51,9 +56,20 @@ def unpack(plan: Array, fields: tuple[Field, ...]) -> dict[str, Array]:
     return values
 
 
-@functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("cache", "tokens"))
+@program(
+    takes=(param_specs, CACHE, WHOLE, WHOLE),
+    gives=(CACHE, WHOLE, LOGITS, WHOLE),
+    static=("spec",),
+    donate=(1, 2),
+)
 def forward(
-    params: Params, cache: Cache, tokens: Array, plan: Array, *, spec: StepSpec
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    plan: Array,
+    *,
+    spec: StepSpec,
+    axis: str | None = None,
 ) -> tuple[Cache, Array, Array, Array]:
     """One forward pass: writes the step's keys and values and returns logits.
 
@@ -63,6 +79,7 @@ def forward(
       tokens: (R + 1, L) int32, the token table; donated.
       plan: packed ``forward_fields(spec)``.
       spec: the static sizes.
+      axis: the mesh axis that V, K and F are split over, if any; set by ``program``.
 
     Returns:
       The cache, the token table with the prefill tokens entered, logits (B, V) float32 of the
@@ -98,29 +115,36 @@ def forward(
         )
         return out, kv
 
-    hidden, cache = run_model(params, ids, where.position, attend, cache)
+    hidden, cache = run_model(params, ids, where.position, attend, cache, axis)
     last = jnp.arange(spec.num_decode)
     if spec.num_prefill:
         ends = spec.num_decode + rows.query_start[1:] - 1
         last = jnp.concatenate([last, jnp.maximum(ends, 0)])
-    return cache, tokens, head(params, hidden[last]), hidden[spec.num_decode :]
+    return cache, tokens, head(params, hidden[last], axis), hidden[spec.num_decode :]
 
 
-@jax.jit
+@program(takes=(CACHE, WHOLE), gives=CACHE)
 def read_blocks(cache: Cache, blocks: Array) -> Cache:
     """Per layer the content (n, 2, K, S, D) of blocks (n,)."""
     return [kv[blocks] for kv in cache]
 
 
-@functools.partial(jax.jit, donate_argnames=("cache",))
+@program(takes=(CACHE, WHOLE, CACHE), gives=CACHE, donate=(0,))
 def write_blocks(cache: Cache, blocks: Array, content: Cache) -> Cache:
     """The cache, in place, with ``content`` as ``read_blocks`` gave it in these blocks."""
     return [kv.at[blocks].set(new) for kv, new in zip(cache, content, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("tokens",))
+@program(takes=(WHOLE, WHOLE, LOGITS, LOGITS, WHOLE), gives=WHOLE, static=("spec",), donate=(0,))
 def sample(
-    tokens: Array, rules: Rules, logits: Array, raw: Array, plan: Array, *, spec: SamplerSpec
+    tokens: Array,
+    rules: Rules,
+    logits: Array,
+    raw: Array,
+    plan: Array,
+    *,
+    spec: SamplerSpec,
+    axis: str | None = None,
 ) -> tuple[Array, Sampled]:
     """Draws the next token of every row and enters it into the token table.
 
@@ -136,13 +160,13 @@ def sample(
     slots = fields["slots"]
     if spec.rules:
         rows = RuleRows(*(fields[name] for name in RuleRows._fields))
-        logits = apply_rules(logits, tokens, slots, rules, rows)
+        logits = apply_rules(logits, tokens, slots, rules, rows, axis)
     options = SamplingRows(*(fields[name] for name in SamplingRows._fields))
-    sampled = draw(logits, raw, options, spec)
+    sampled = draw(logits, raw, options, spec, axis)
     return tokens.at[slots, fields["positions"]].set(sampled.tokens, mode="drop"), sampled
 
 
-@functools.partial(jax.jit, static_argnames=("processor",))
+@program(takes=(WHOLE, LOGITS, WHOLE, WHOLE), gives=LOGITS, static=("processor", "vocab_size"))
 def process_logits(
     tokens: Array,
     logits: Array,
@@ -150,8 +174,11 @@ def process_logits(
     mask: Array,
     *,
     processor: Callable[[Array, Array], Array],
+    vocab_size: int,
+    axis: str | None = None,
 ) -> Array:
-    """Logits (B, V) with those of the rows in ``mask`` (B,) bool changed by the user's function.
+    """Logits (B, V) with those of the rows in ``mask`` (B,) bool changed by the user's function,
+    which each device of a mesh runs on all of them.
 
     A program of its own, so that a distinct function is compiled once per number of rows and not
     once for each combination of sampling features.
@@ -159,9 +186,11 @@ def process_logits(
     fields = unpack(plan, sample_fields(len(logits)))
     known = jnp.arange(tokens.shape[-1]) < fields["positions"][:, None]
     history = jnp.where(known, tokens[fields["slots"]], NO_TOKEN)  # (B, L)
-    changed = jax.vmap(processor)(logits, history).astype(jnp.float32)
+    whole = vocab.gather(logits, vocab_size, axis)
+    changed = jax.vmap(processor)(whole, history).astype(jnp.float32)
     changed = jnp.where(jnp.isnan(changed), -LOGIT_LIMIT, changed)
-    return jnp.where(mask[:, None], jnp.clip(changed, -LOGIT_LIMIT, LOGIT_LIMIT), logits)
+    changed = jnp.clip(changed, -LOGIT_LIMIT, LOGIT_LIMIT)
+    return jnp.where(mask[:, None], vocab.split(changed, logits.shape[-1], axis), logits)
 
 
 class PromptScores(NamedTuple):
@@ -172,8 +201,10 @@ class PromptScores(NamedTuple):
     top_logprobs: Array  # (T, n) float32
 
 
-@functools.partial(jax.jit, static_argnames=("count",))
-def prompt_logprobs(params: Params, hidden: Array, targets: Array, *, count: int) -> PromptScores:
+@program(takes=(param_specs, WHOLE, WHOLE), gives=WHOLE, static=("count",))
+def prompt_logprobs(
+    params: Params, hidden: Array, targets: Array, *, count: int, axis: str | None = None
+) -> PromptScores:
     """Logprobs of prompt tokens, a chunk of positions at a time, so that memory does not grow
     with the prompt by a vocabulary per token.
 
@@ -189,20 +220,20 @@ def prompt_logprobs(params: Params, hidden: Array, targets: Array, *, count: int
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
 
     def score(chunk: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        return token_logprobs(head(params, chunk[0]), chunk[1], count)
+        return token_logprobs(head(params, chunk[0], axis), chunk[1], count, axis)
 
     scores = lax.map(score, (hidden, targets))
     return PromptScores(*(x.reshape(size + padding, *x.shape[2:])[:size] for x in scores))
 
 
-@functools.partial(jax.jit, donate_argnames=("tokens",))
+@program(takes=(WHOLE, WHOLE, WHOLE), gives=WHOLE, donate=(0,))
 def enter_tokens(tokens: Array, slot: Array, ids: Array) -> Array:
     """The token table with ``ids`` (L,) as its row ``slot``: what a request already knows,
     for those whose options look back at tokens that do not go through the device again."""
     return tokens.at[slot].set(ids)
 
 
-@functools.partial(jax.jit, donate_argnames=("rules",))
+@program(takes=(WHOLE, WHOLE, WHOLE), gives=WHOLE, donate=(0,))
 def enter_rules(rules: Rules, slot: Array, entry: Rules) -> Rules:
     """The rules table with a request's rules at ``slot``."""
     return Rules(*(table.at[slot].set(new) for table, new in zip(rules, entry, strict=True)))

@@ -26,6 +26,14 @@ def matmul(x: Array, w: Array) -> Array:
     return y.reshape(*x.shape[:-1], *w.shape[1:])
 
 
+def all_sum(x: Array, axis: str | None) -> Array:
+    """The sum of every device's ``x`` over a mesh axis, on each of them; ``x`` if there is none."""
+    if axis is None:
+        return x
+    total: Array = lax.psum(x, axis)
+    return total
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """``x / rms(x) * weight`` over the last axis (arXiv 1910.07467).
 

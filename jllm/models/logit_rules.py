@@ -10,6 +10,8 @@ All of it is computed on the device from two tables, so a step never waits for t
 
 The order is that of sampler.py: ``logit_bias`` is added; forbidden tokens become -inf; penalties
 change what is left. Nothing later makes -inf finite, so a forbidden token is never drawn.
+
+Both tables are whole on every device of a mesh, and each applies them to the logits it holds.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jllm.models import vocab
 
 Array = jax.Array
 
@@ -67,43 +71,53 @@ def empty_rules(num_slots: int, vocab_size: int) -> Rules:
     )
 
 
-def apply_rules(logits: Array, tokens: Array, slots: Array, rules: Rules, rows: RuleRows) -> Array:
+def apply_rules(
+    logits: Array,
+    tokens: Array,
+    slots: Array,
+    rules: Rules,
+    rows: RuleRows,
+    axis: str | None = None,
+) -> Array:
     """Logits (B, V) after bias, masks and penalties.
 
     Args:
-      logits: (B, V) float32, finite.
+      logits: (B, V) float32, finite but for padding.
       tokens: (R + 1, L) int32, the token table.
       slots: (B,) int32, rows of both tables.
       rules: one entry per slot.
       rows: the options of each row.
+      axis: the mesh axis that V is split over, if any.
     """
     # A condition each: where no row of the batch has rules, their tables are not even read.
     logits = lax.cond(
         (rows.ruled > 0).any(),
-        lambda: _bias_and_mask(logits, tokens, slots, rules, rows),
+        lambda: _bias_and_mask(logits, tokens, slots, rules, rows, axis),
         lambda: logits,
     )
     penalised: Array = lax.cond(
-        _penalised(rows).any(), lambda: _penalise(logits, tokens, slots, rows), lambda: logits
+        _penalised(rows).any(), lambda: _penalise(logits, tokens, slots, rows, axis), lambda: logits
     )
     return penalised
 
 
 def _bias_and_mask(
-    logits: Array, tokens: Array, slots: Array, rules: Rules, rows: RuleRows
+    logits: Array, tokens: Array, slots: Array, rules: Rules, rows: RuleRows, axis: str | None
 ) -> Array:
-    vocab_size = logits.shape[-1]
+    width = logits.shape[-1]
+    first = vocab.first_id(width, axis)
     mine = Rules(*(table[slots] for table in rules))
     ruled = rows.ruled[:, None] > 0
     row = jnp.arange(len(logits))[:, None]
-    bias_ids = jnp.where(ruled, mine.bias_ids, vocab_size)
+    bias_ids = jnp.where(ruled, vocab.columns(mine.bias_ids, width, axis), width)
     logits = logits.at[row, bias_ids].add(mine.bias, mode="drop")
 
     early = (rows.positions - rows.num_prompt < rows.min_tokens)[:, None]
-    allowed = _bits(mine.allowed, vocab_size) & ~(early & _bits(mine.stops, vocab_size))
-    bad = jnp.where(ruled, next_of_bad_words(mine.bad_words, tokens, slots, rows), vocab_size)
+    allowed = _bits(mine.allowed, width, first) & ~(early & _bits(mine.stops, width, first))
+    bad = next_of_bad_words(mine.bad_words, tokens, slots, rows)
+    bad = jnp.where(ruled, vocab.columns(bad, width, axis), width)
     without_bad = allowed.at[row, bad].set(False, mode="drop")
-    allowed = jnp.where(without_bad.any(axis=-1, keepdims=True), without_bad, allowed)
+    allowed = jnp.where(vocab.any_of(without_bad, axis), without_bad, allowed)
     return jnp.where(ruled & ~allowed, -jnp.inf, logits)
 
 
@@ -132,8 +146,10 @@ def _penalised(rows: RuleRows) -> Array:
     return additive | (rows.repetition_penalty != 1)
 
 
-def _penalise(logits: Array, tokens: Array, slots: Array, rows: RuleRows) -> Array:
-    generated, seen = _count(tokens, slots, rows, logits.shape[-1])
+def _penalise(
+    logits: Array, tokens: Array, slots: Array, rows: RuleRows, axis: str | None
+) -> Array:
+    generated, seen = _count(tokens, slots, rows, logits.shape[-1], axis)
     repetition = rows.repetition_penalty[:, None]
     scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, scaled, logits)
@@ -141,10 +157,12 @@ def _penalise(logits: Array, tokens: Array, slots: Array, rows: RuleRows) -> Arr
     return logits - rows.presence_penalty[:, None] * (generated > 0)
 
 
-def _count(tokens: Array, slots: Array, rows: RuleRows, vocab_size: int) -> tuple[Array, Array]:
-    """How often each token was generated (B, V) int32, and whether it was seen at all, prompt
-    included (B, V) bool. Chunk by chunk: the cost follows the longest history in the batch, not
-    the length of the table."""
+def _count(
+    tokens: Array, slots: Array, rows: RuleRows, width: int, axis: str | None
+) -> tuple[Array, Array]:
+    """How often each token was generated (B, W) int32, and whether it was seen at all, prompt
+    included (B, W) bool, for the W tokens of this device. Chunk by chunk: the cost follows
+    the longest history in the batch, not the length of the table."""
     batch, chunk = len(slots), min(HISTORY_CHUNK, tokens.shape[-1])
     row = jnp.arange(batch)[:, None]
     length = jnp.where(_penalised(rows), rows.positions, 0)
@@ -152,18 +170,23 @@ def _count(tokens: Array, slots: Array, rows: RuleRows, vocab_size: int) -> tupl
     def add(index: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
         generated, seen = counts
         where = (index * chunk + jnp.arange(chunk))[None, :]
-        ids = tokens.at[slots[:, None], where].get(mode="fill", fill_value=vocab_size)
-        ids = jnp.where(where < length[:, None], ids, vocab_size)  # V: past the end, dropped
+        ids = tokens.at[slots[:, None], where].get(mode="fill", fill_value=width)
+        ids = vocab.columns(ids, width, axis)
+        ids = jnp.where(where < length[:, None], ids, width)  # W: past the end, dropped
         seen = seen.at[row, ids].set(True, mode="drop")
-        ids = jnp.where(where >= rows.num_prompt[:, None], ids, vocab_size)
+        ids = jnp.where(where >= rows.num_prompt[:, None], ids, width)
         return generated.at[row, ids].add(1, mode="drop"), seen
 
-    nothing = jnp.zeros((batch, vocab_size), jnp.int32), jnp.zeros((batch, vocab_size), bool)
+    nothing = jnp.zeros((batch, width), jnp.int32), jnp.zeros((batch, width), bool)
     counts: tuple[Array, Array] = lax.fori_loop(0, -(-length.max() // chunk), add, nothing)
     return counts
 
 
-def _bits(words: Array, vocab_size: int) -> Array:
-    """(B, V32) uint32 -> (B, V) bool."""
+def _bits(words: Array, width: int, first: Array | int) -> Array:
+    """(B, V32) uint32 -> (B, W) bool, those of the tokens from ``first`` on: a multiple of 32
+    where it is not 0. Padding has no bits, so it is forbidden."""
+    if not isinstance(first, int):
+        mine = first // 32 + jnp.arange(-(-width // 32))
+        words = words.at[:, mine].get(mode="fill", fill_value=0)
     bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    return bits.reshape(len(words), -1)[:, :vocab_size].astype(bool)
+    return bits.reshape(len(words), -1)[:, :width].astype(bool)

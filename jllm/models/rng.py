@@ -66,20 +66,22 @@ def gumbel(seeds: Array, samples: Array, positions: Array, token_ids: Array) -> 
     return _gumbel_of_bits(lax.select_n((ids % 4).astype(jnp.int32), *words))
 
 
-def gumbel_rows(seeds: Array, samples: Array, positions: Array, vocab_size: int) -> Array:
-    """Gumbel noise (B, V) of the whole vocabulary; equals ``gumbel`` of ids 0 to V - 1, with a
-    quarter of the work since one counter serves four ids."""
+def gumbel_rows(
+    seeds: Array, samples: Array, positions: Array, count: int, first: Array | int = 0
+) -> Array:
+    """Gumbel noise (B, count) of the ids from ``first`` on, a multiple of 4; equals ``gumbel`` of
+    them, with a quarter of the work since one counter serves four ids."""
     words = philox(
         (seeds[:, :1], seeds[:, 1:]),
         (
-            jnp.arange((vocab_size + 3) // 4, dtype=jnp.uint32)[None, :],
+            (jnp.arange((count + 3) // 4, dtype=jnp.uint32) + jnp.uint32(first // 4))[None, :],
             positions.astype(jnp.uint32)[:, None],
             samples.astype(jnp.uint32)[:, None],
             jnp.zeros((1, 1), jnp.uint32),
         ),
     )
     bits = jnp.stack(words, axis=-1).reshape(len(seeds), -1)
-    return _gumbel_of_bits(bits[:, :vocab_size])
+    return _gumbel_of_bits(bits[:, :count])
 
 
 def _gumbel_of_bits(bits: Array) -> Array:

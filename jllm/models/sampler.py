@@ -19,6 +19,10 @@ token is always kept. What is left is drawn by the Gumbel-max trick with counter
 of what the token was drawn from.
 
 A feature that no row of the batch uses is off in the static ``SamplerSpec`` and costs nothing.
+
+With ``axis`` the logits are split by vocabulary over the devices of that mesh axis (vocab.py), and
+every device ends with the same tokens. Candidates are then each device's likeliest, merged. Only a
+top-p or min-p that keeps more than ``CANDIDATES`` tokens, and ``logprobs=-1``, move whole rows.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllm.models import vocab
 from jllm.models.rng import gumbel, gumbel_rows
 
 Array = jax.Array
@@ -99,7 +104,9 @@ class Sampled(NamedTuple):
     top_logprobs: Array | None  # (B, n) float32; processed: -inf for what cannot be drawn
 
 
-def sample(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> Sampled:
+def sample(
+    logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec, axis: str | None = None
+) -> Sampled:
     """Draws one token per row.
 
     Args:
@@ -107,8 +114,9 @@ def sample(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> 
       raw: (B, V) float32, the model's own; only read for raw logprobs.
       rows: the options.
       spec: which features are on.
+      axis: the mesh axis that V is split over, if any.
     """
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = vocab.argmax(logits, axis)
     drawn_from = logits
     if spec.random or spec.filtered:
         greedy = rows.temperature < GREEDY_TEMPERATURE
@@ -118,12 +126,12 @@ def sample(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> 
             plain = ~greedy & ~filters
             drawn = tokens
             if spec.filtered:  # a spec may have both for a batch that needs one: see planner.py
-                drawn = lax.cond(plain.any(), lambda: _draw(scaled, rows), lambda: drawn)
+                drawn = lax.cond(plain.any(), lambda: _draw(scaled, rows, axis), lambda: drawn)
             else:
-                drawn = _draw(scaled, rows)
+                drawn = _draw(scaled, rows, axis)
             tokens = jnp.where(plain, drawn, tokens)
         if spec.filtered:
-            filtered, kept = _draw_filtered(scaled, rows, filters, spec.processed)
+            filtered, kept = _draw_filtered(scaled, rows, filters, spec.processed, axis)
             tokens = jnp.where(filters, filtered, tokens)
             if kept is not None:
                 drawn_from = jnp.where(filters[:, None], kept, scaled)
@@ -131,26 +139,28 @@ def sample(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> 
         return Sampled(tokens, None, None, None)
     if spec.processed:
         raw = jnp.where(rows.processed[:, None] > 0, drawn_from, raw)
-    return Sampled(tokens, *token_logprobs(raw, tokens, spec.logprobs))
+    return Sampled(tokens, *token_logprobs(raw, tokens, spec.logprobs, axis))
 
 
-def _draw(scaled: Array, rows: SamplingRows) -> Array:
-    noise = gumbel_rows(rows.seeds, rows.samples, rows.positions, scaled.shape[-1])
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+def _draw(scaled: Array, rows: SamplingRows, axis: str | None) -> Array:
+    width = scaled.shape[-1]
+    first = vocab.first_id(width, axis)
+    noise = gumbel_rows(rows.seeds, rows.samples, rows.positions, width, first)
+    return vocab.argmax(scaled + noise, axis)
 
 
 def _draw_filtered(
-    scaled: Array, rows: SamplingRows, filters: Array, return_kept: bool
+    scaled: Array, rows: SamplingRows, filters: Array, return_kept: bool, axis: str | None
 ) -> tuple[Array, Array | None]:
     """Tokens (B,), and the logits (B, V) with -inf for every token that was filtered out; both
     are meant only for the rows (B,) that have ``filters``."""
-    vocab_size = scaled.shape[-1]
-    total = jax.nn.logsumexp(scaled, axis=-1)
+    vocab_size = vocab.num_ids(scaled.shape[-1], axis)
+    total = vocab.logsumexp(scaled, axis)
 
     def draw(count: int) -> tuple[Array, Array, Array | None]:
         # Likeliest first, lowest id first among equals. Without the barrier XLA merges the slices
         # below into the sort behind top_k and sorts the whole vocabulary: 45 ms instead of 2.
-        values, ids = lax.optimization_barrier(lax.top_k(scaled, count))
+        values, ids = lax.optimization_barrier(vocab.top_k(scaled, count, axis))
         keep, complete = keep_mask(values, total, rows)
         noise = gumbel(rows.seeds, rows.samples, rows.positions, ids)
         best = jnp.argmax(jnp.where(keep, values + noise, -jnp.inf), axis=-1)
@@ -159,7 +169,8 @@ def _draw_filtered(
         if return_kept:
             row = jnp.arange(len(ids))[:, None]
             kept = jnp.full_like(scaled, -jnp.inf)
-            kept = kept.at[row, ids].set(jnp.where(keep, values, -jnp.inf))
+            column = vocab.columns(ids, scaled.shape[-1], axis)
+            kept = kept.at[row, column].set(jnp.where(keep, values, -jnp.inf), mode="drop")
         return tokens, complete, kept
 
     if vocab_size <= CANDIDATES:
@@ -203,22 +214,26 @@ def keep_mask(values: Array, total: Array, rows: SamplingRows) -> tuple[Array, A
     return keep | (rank == 0), complete
 
 
-def token_logprobs(logits: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
+def token_logprobs(
+    logits: Array, tokens: Array, count: int, axis: str | None = None
+) -> tuple[Array, Array, Array]:
     """Log-probability of each row's token, and of the likeliest ones.
 
     Args:
       logits: (B, V) float32.
       tokens: (B,) int32.
       count: how many of the likeliest; -1 for all.
+      axis: the mesh axis that V is split over, if any.
 
     Returns:
       (B,) float32; ids (B, n) int32, likeliest first; their log-probabilities (B, n) float32.
     """
-    vocab_size = logits.shape[-1]
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - total
+    vocab_size = vocab.num_ids(logits.shape[-1], axis)
+    total = vocab.logsumexp(logits, axis)
+    chosen = vocab.take(logits, tokens, axis) - total
     if count == 0:
         empty = jnp.zeros((len(tokens), 0))
-        return chosen[:, 0], empty.astype(jnp.int32), empty
-    values, ids = lax.top_k(logits, vocab_size if count == -1 else min(count, vocab_size))
-    return chosen[:, 0], ids.astype(jnp.int32), values - total
+        return chosen, empty.astype(jnp.int32), empty
+    count = vocab_size if count == -1 else min(count, vocab_size)
+    values, ids = vocab.top_k(logits, count, axis)
+    return chosen, ids, values - total[:, None]

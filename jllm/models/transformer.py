@@ -2,6 +2,10 @@
 
 How a layer attends is a parameter, so the serving step (paged cache) and ``jllm.logprobs``
 (whole sequence, differentiable) run the very same model code. Dimension letters: see params.py.
+
+With ``axis`` the code runs on each device of that mesh axis and sees its part of the arrays: V, K
+and F are a device's share of them (parallel/sharding.py). Its block then yields a part of each
+sum, and the parts are added up: after attention, after the MLP, and in the embedding.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import numpy as np
 from jax import lax
 
 from jllm.config import ModelConfig
+from jllm.models import vocab
 from jllm.models.attention import dense_attention
-from jllm.models.layers import apply_rope, gated_mlp, matmul, rms_norm, rope_tables
+from jllm.models.layers import all_sum, apply_rope, gated_mlp, matmul, rms_norm, rope_tables
 from jllm.params import Layer, Params
 
 Array = jax.Array
@@ -26,7 +31,12 @@ Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
 
 
 def forward(
-    params: Params, tokens: Array, positions: Array, attend: Attend, cache: Sequence[Any]
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    attend: Attend,
+    cache: Sequence[Any],
+    axis: str | None = None,
 ) -> tuple[Array, list[Any]]:
     """Runs the blocks over a flat batch of tokens.
 
@@ -35,17 +45,18 @@ def forward(
       tokens, positions: (T,) ids and their positions, each within its own sequence.
       attend: how queries reach keys; see ``Attend``.
       cache: one entry per layer, handed to ``attend`` and returned updated.
+      axis: the mesh axis that the arrays are split over, if any.
 
     Returns:
       The final hidden states (T, E), normalised, and the new cache.
     """
     config = params.config
     rope = rope_tables(config, positions)
-    x = params.embed[tokens]
+    x = vocab.embed(params.embed, tokens, axis)
     new_cache = []
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer{index}"):
-            x, kv = _block(config, index, layer, x, rope, attend, cache[index])
+            x, kv = _block(config, index, layer, x, rope, attend, cache[index], axis)
         new_cache.append(kv)
     return rms_norm(x, params.final_norm, config.rms_norm_eps), new_cache
 
@@ -58,6 +69,7 @@ def _block(
     rope: tuple[Array, Array],
     attend: Attend,
     kv: Any,
+    axis: str | None,
 ) -> tuple[Array, Any]:
     with jax.named_scope("attention"):
         h = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
@@ -70,25 +82,25 @@ def _block(
             k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         out, kv = attend(index, apply_rope(q, *rope), apply_rope(k, *rope), v, kv)
         out = out.reshape(len(x), -1)  # (T, H * D)
-        out = matmul(out, layer.wo.reshape(-1, layer.wo.shape[-1]))
+        out = all_sum(matmul(out, layer.wo.reshape(-1, layer.wo.shape[-1])), axis)
         x = x + (out if layer.bo is None else out + layer.bo)
     with jax.named_scope("mlp"):
         h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-        out = gated_mlp(h, layer.w_gate_up, layer.b_gate_up, layer.w_down)
+        out = all_sum(gated_mlp(h, layer.w_gate_up, layer.b_gate_up, layer.w_down), axis)
         x = x + (out if layer.b_down is None else out + layer.b_down)
     return x, kv
 
 
-def head(params: Params, hidden: Array) -> Array:
-    """Logits (..., V) in float32 of hidden states (..., E)."""
+def head(params: Params, hidden: Array, axis: str | None = None) -> Array:
+    """Logits (..., V) in float32 of hidden states (..., E); -inf for ids that only pad V."""
     with jax.named_scope("head"):
         if params.lm_head is not None:
-            return matmul(hidden, params.lm_head).astype(jnp.float32)
-        precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        return lax.dot_general(hidden, params.embed, contract, precision=precision).astype(
-            jnp.float32
-        )
+            logits = matmul(hidden, params.lm_head)
+        else:
+            precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+            contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+            logits = lax.dot_general(hidden, params.embed, contract, precision=precision)
+        return vocab.hide_padding(logits.astype(jnp.float32), params.config.vocab_size, axis)
 
 
 def logits(params: Params, tokens: Array) -> Array:

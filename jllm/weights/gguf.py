@@ -13,6 +13,7 @@ import numpy.typing as npt
 from jllm.config import ModelConfig, RopeScaling
 from jllm.models.families import FAMILIES, Family, positive_int, token_ids, yarn_context
 from jllm.models.layers import rope_frequencies
+from jllm.parallel.mesh import Mesh
 from jllm.params import Params
 from jllm.tokenizer import Tokenizer
 from jllm.weights.layout import Checkpoint, TensorInfo, assemble
@@ -38,7 +39,7 @@ _ROPE_KEYS = {
 }
 
 
-def load(path: Path, dtype: Any) -> Params:
+def load(path: Path, dtype: Any, mesh: Mesh | None = None) -> Params:
     """Loads a GGUF file.
 
     Raises:
@@ -58,19 +59,21 @@ def load(path: Path, dtype: Any) -> Params:
         eos = token_ids(config.eos_token_ids, tokenizer.eos_token_id)
         config = replace(config, eos_token_ids=eos)
 
-    def read(name: str) -> npt.NDArray[Any]:
+    def read(name: str, part: tuple[slice, ...]) -> npt.NDArray[Any]:
         from gguf.quants import dequantize
 
-        array = dequantize(by_name[name].data, by_name[name].tensor_type)
+        # Rows are cut first: within one, weights are packed. Of heads, whole ones are asked for.
+        array = dequantize(by_name[name].data[part[0]], by_name[name].tensor_type)
         permuted = config.family == "llama" and (".attn_q." in name or ".attn_k." in name)
-        return _unpermuted(array, config.head_dim) if permuted else array
+        array = _unpermuted(array, config.head_dim) if permuted else array
+        return array[(slice(None), *part[1:])]
 
     tensors = {
         name: TensorInfo(tuple(map(int, tensor.shape[::-1])), tensor.tensor_type.name, path)
         for name, tensor in by_name.items()
     }
     checkpoint = Checkpoint(path, "gguf", _DTYPES, tensors, read)
-    return assemble(config, checkpoint, dtype, tokenizer)
+    return assemble(config, checkpoint, dtype, tokenizer, mesh)
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensors: Container[str]) -> ModelConfig:

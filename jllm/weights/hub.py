@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jllm.parallel.mesh import Mesh
 from jllm.params import Params
 from jllm.weights import gguf, safetensors
 
@@ -37,18 +38,19 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "*.
 _HUB_IGNORED = ("*/*", "consolidated*")
 
 
-def load(name_or_path: str | os.PathLike[str], dtype: Any) -> Params:
+def load(name_or_path: str | os.PathLike[str], dtype: Any, mesh: Mesh | None = None) -> Params:
     """Loads the model at a path, of a packaged demo, or of a Hugging Face hub name, in that order.
 
     Raises:
       FileNotFoundError: nothing is there by that name, or a file of the model is missing.
-      ValueError: the model is damaged, unknown, or neither a folder nor a ``.gguf`` file.
+      ValueError: the model is damaged, unknown, neither a folder nor a ``.gguf`` file, or cannot
+        be split over the mesh.
     """
     path = locate(name_or_path)
     if path.is_dir():
-        return safetensors.load(path, dtype)
+        return safetensors.load(path, dtype, mesh)
     if path.suffix == ".gguf":
-        return gguf.load(path, dtype)
+        return gguf.load(path, dtype, mesh)
     raise ValueError(f"{path} must be a model folder or a .gguf file.")
 
 

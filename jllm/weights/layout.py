@@ -1,7 +1,8 @@
 """Where every tensor of a checkpoint goes: one table, the checks against it, the assembly.
 
 All headers are checked before any data is read, and every leaf is filled from the table, so a
-checkpoint that does not fit fails within milliseconds and none of its weights stays unset.
+checkpoint that does not fit fails within milliseconds and none of its weights stays unset. Over a
+mesh each device's part of a leaf is read by itself, straight from that part of the file.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import NamedSharding
 
 from jllm.config import ModelConfig
+from jllm.parallel.mesh import Mesh, checked
+from jllm.parallel.sharding import SPECS, laid_out, share
 from jllm.params import Layer, Params, param_shapes
 from jllm.tokenizer import Tokenizer
 
@@ -89,33 +93,40 @@ class Checkpoint:
       naming: whose tensor names it uses.
       dtypes: the dtypes that ``read`` understands.
       tensors: everything it holds.
-      read: the data of one tensor, in any float dtype, in the shape of its header.
+      read: the data of one tensor, or of the part that a slice of each axis leaves, in any float
+        dtype.
     """
 
     path: Path
     naming: Literal["hf", "gguf"]
     dtypes: Collection[str]
     tensors: Mapping[str, TensorInfo]
-    read: Callable[[str], npt.NDArray[Any]]
+    read: Callable[[str, tuple[slice, ...]], npt.NDArray[Any]]
 
 
 def assemble(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: Any, tokenizer: Tokenizer | None
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: Any,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None = None,
 ) -> Params:
-    """Checks a checkpoint against its config, then reads it leaf by leaf onto the device.
+    """Checks a checkpoint against its config, then reads it leaf by leaf onto the device, or each
+    device's part of a leaf onto that.
 
     Raises:
-      ValueError: a tensor is missing, left over, of the wrong shape or of an unknown dtype.
+      ValueError: a tensor is missing, left over, of the wrong shape or of an unknown dtype, or the
+        model cannot be split over the mesh.
     """
     _check(config, checkpoint)
-    shapes = param_shapes(config, dtype)
+    reader = _Reader(config, checkpoint, mesh)
+    shapes = param_shapes(reader.config, dtype)
 
     def leaves(node: Params | Layer, table: tuple[Entry, ...], prefix: str) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for leaf, entries in itertools.groupby(table, lambda entry: entry.leaf):
             shape = getattr(node, leaf)
-            parts = [(prefix + getattr(entry, checkpoint.naming), entry) for entry in entries]
-            made[leaf] = None if shape is None else _read_leaf(shape, parts, checkpoint.read)
+            made[leaf] = None if shape is None else reader.leaf(leaf, shape, prefix, list(entries))
         return made
 
     prefix = _LAYER_PREFIX[checkpoint.naming]
@@ -192,20 +203,56 @@ def _check(config: ModelConfig, checkpoint: Checkpoint) -> None:
             )
 
 
-def _read_leaf(
-    leaf: jax.ShapeDtypeStruct,
-    parts: list[tuple[str, Entry]],
-    read: Callable[[str], npt.NDArray[Any]],
-) -> jax.Array:
-    """One leaf on the device. The host holds it beside two copies of one tensor, then nothing."""
-    host = np.empty(leaf.shape, leaf.dtype)
-    for name, entry in parts:
-        tensor = read(name)
-        if " -> " in entry.axes:
-            tensor = _transposed(tensor, leaf.dtype)
-        target = host[entry.at]
-        target[...] = tensor.reshape(target.shape)
-    return jnp.asarray(host).block_until_ready()
+class _Reader:
+    """Reads leaves, in the sizes of ``config`` that the mesh asks for."""
+
+    def __init__(self, model: ModelConfig, checkpoint: Checkpoint, mesh: Mesh | None) -> None:
+        self._model, self._checkpoint = model, checkpoint
+        self._mesh = None if mesh is None else checked(mesh)
+        self._tp = 1 if mesh is None else mesh.size
+        self.config = model if mesh is None else laid_out(model, mesh.size)
+
+    def leaf(
+        self, name: str, leaf: jax.ShapeDtypeStruct, prefix: str, entries: list[Entry]
+    ) -> jax.Array:
+        """One leaf on its devices. The host holds it, or the part of one device, beside two copies
+        of one tensor or its part, then nothing."""
+        if self._mesh is None:
+            host = self._part(leaf.shape, leaf.dtype, prefix, entries, 0)
+            return jnp.asarray(host).block_until_ready()
+        sharding = NamedSharding(self._mesh, SPECS[name])
+        if sharding.is_fully_replicated:
+            host = self._part(leaf.shape, leaf.dtype, prefix, entries, 0)
+            whole: jax.Array = jax.device_put(host, sharding)
+            return whole
+        shape = sharding.shard_shape(leaf.shape)
+        parts = []
+        for index, device in enumerate(self._mesh.devices.flat):
+            host = self._part(shape, leaf.dtype, prefix, entries, index)
+            parts.append(jax.device_put(host, device).block_until_ready())
+            del host
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+    def _part(
+        self, shape: tuple[int, ...], dtype: Any, prefix: str, entries: list[Entry], index: int
+    ) -> npt.NDArray[Any]:
+        """What device ``index`` holds of a leaf."""
+        host = np.empty(shape, dtype)
+        for entry in entries:
+            axes, _, transposed = entry.axes.partition(" -> ")
+            part = tuple(share(axis, self._model, self._tp, index) for axis in axes.split())
+            target = host[entry.at]
+            if "V" in axes:  # the only axis that is padded, on the last devices all of it
+                target[...] = 0
+                if part[0].start == part[0].stop:
+                    continue
+            tensor = self._checkpoint.read(prefix + getattr(entry, self._checkpoint.naming), part)
+            if transposed:
+                tensor = _transposed(tensor, dtype)
+            if "V" in axes:
+                target = target[tuple(slice(size) for size in tensor.shape)]
+            target[...] = tensor.reshape(target.shape)
+        return host
 
 
 def _transposed(matrix: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:

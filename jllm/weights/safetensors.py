@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from jllm.config import ModelConfig
 from jllm.models.families import token_ids
+from jllm.parallel.mesh import Mesh
 from jllm.params import Params
 from jllm.tokenizer import Tokenizer
 from jllm.weights.layout import Checkpoint, TensorInfo, assemble, is_junk, some
@@ -22,7 +23,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 
 
-def load(folder: Path, dtype: Any) -> Params:
+def load(folder: Path, dtype: Any, mesh: Mesh | None = None) -> Params:
     """Loads a model folder.
 
     The ids that end a generation are the union of what config.json, generation_config.json and
@@ -39,7 +40,7 @@ def load(folder: Path, dtype: Any) -> Params:
     tokenizer = Tokenizer.from_folder(folder)
     known = tokenizer.eos_token_id if tokenizer is not None else None
     config = replace(config, eos_token_ids=token_ids(config.eos_token_ids, stop, known))
-    return assemble(config, checkpoint, dtype, tokenizer)
+    return assemble(config, checkpoint, dtype, tokenizer, mesh)
 
 
 def _open(folder: Path) -> Checkpoint:
@@ -58,10 +59,10 @@ def _open(folder: Path) -> Checkpoint:
                 )
             tensors.update(held)
 
-    def read(name: str) -> npt.NDArray[Any]:
+    def read(name: str, part: tuple[slice, ...]) -> npt.NDArray[Any]:
         # Opened anew each time: a mapping that stays open keeps every page ever read resident.
         with safe_open(tensors[name].file, framework="numpy") as file:
-            array: npt.NDArray[Any] = file.get_tensor(name)
+            array: npt.NDArray[Any] = file.get_slice(name)[part]
         return array
 
     return Checkpoint(folder, "hf", _DTYPES, tensors, read)

@@ -8,24 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+from jllm.parallel.mesh import AXIS
 
 
 @cache
-def h200() -> jax.Device:
-    """An H200 to compile for."""
+def h200s(count: int) -> list[jax.Device]:
+    """So many H200s of one host to compile for."""
     description = (Path(__file__).parent / "h200.textproto").read_text()
     topology = topologies.get_topology_desc(
-        "", platform="cuda", target_config=description, topology="1x1x1"
+        "", platform="cuda", target_config=description, topology=f"1x1x{count}"
     )
-    device: jax.Device = topology.devices[0]
-    return device
+    return list(topology.devices)
+
+
+def h200_mesh(tp: int) -> Mesh:
+    """A mesh of H200s, as ``jllm.make_mesh`` makes one of what is there."""
+    return Mesh(np.array(h200s(tp)), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def compile_for_h200(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The compiled program of a jitted function, for arguments given by their shapes."""
-    sharding = SingleDeviceSharding(h200())
+    sharding = SingleDeviceSharding(h200s(1)[0])
 
     def on_device(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

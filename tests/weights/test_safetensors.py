@@ -109,7 +109,7 @@ def test_nothing_is_read_before_all_headers_fit(
     tensors = hf_tensors(hf_config())
     tensors["model.layers.1.mlp.down_proj.weight"] = np.ones((10, 149), np.float32)
     write_folder(tmp_path, hf_config(), tensors, shards=2)
-    monkeypatch.setattr(layout, "_read_leaf", lambda *args: pytest.fail("read a tensor"))
+    monkeypatch.setattr(layout._Reader, "leaf", lambda *args: pytest.fail("read a tensor"))
     with pytest.raises(ValueError, match="down_proj"):
         load(tmp_path)
 
