@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jllm.parallel.mesh import make_mesh
     from jllm.params import Params, init, load
     from jllm.sampling_params import SamplingParams
+    from jllm.structured import Structured
     from jllm.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOME = {
     "RequestOutput": "jllm.outputs",
     "RopeScaling": "jllm.config",
     "SamplingParams": "jllm.sampling_params",
+    "Structured": "jllm.structured",
     "Tokenizer": "jllm.tokenizer",
     "chat": "jllm.api",
     "generate": "jllm.api",
@@ -54,6 +56,7 @@ __all__ = [
     "RequestOutput",
     "RopeScaling",
     "SamplingParams",
+    "Structured",
     "Tokenizer",
     "chat",
     "generate",

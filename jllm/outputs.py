@@ -29,8 +29,9 @@ class CompletionOutput:
       cumulative_logprob: sum of the logprobs of all tokens so far; None unless asked for.
       logprobs: per token, the sampled token's Logprob and the likeliest alternatives', by id.
       finish_reason: None while running; ``stop`` (eos, stop token or stop string), ``length``
-        (max_tokens or max_model_len), or ``abort``.
-      stop_reason: the stop string or stop token id that ended it; None for eos.
+        (max_tokens or max_model_len), or ``abort``. The end of a structured output is a ``stop``.
+      stop_reason: the stop string or stop token id that ended it; None for eos. If a structured
+        output met a limit of its grammar and was aborted, what limit.
     """
 
     index: int

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from jllm.structured import Structured
+
 __all__ = ["SamplingParams"]
 
 MAX_LOGPROBS = 20
@@ -71,6 +73,12 @@ class SamplingParams:
         int32 holds the prompt and the output, then -1. It becomes part of the compiled step:
         each distinct function object is compiled when it is first used, so define it once, not
         in a loop. -inf and NaN count as -1e30: drawn only if all else is forbidden.
+      structured: the form that the text must have (``jllm.Structured``): only tokens after which
+        it can still come to have it are drawn, and generation ends, as ``stop``, when it has it
+        and nothing may follow. The end wins over ``min_tokens``, and where the other masks here
+        leave none of the tokens that the form allows, they give way. Text that ``max_tokens`` or
+        ``stop`` cuts short is only the beginning of that form. Needs the package extra
+        ``structured``.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: put a space between adjacent special tokens in the text.
       detokenize: make text at all; without it outputs have token ids only.
@@ -103,6 +111,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
     logits_processor: LogitsProcessor | None = None
+    structured: Structured | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -172,6 +181,10 @@ class SamplingParams:
                 "SamplingParams.logits_processor must be a function (logits, tokens_so_far) -> "
                 f"logits, not {processor!r}."
             )
+        if self.structured is not None and not isinstance(self.structured, Structured):
+            raise ValueError(
+                f"SamplingParams.structured must be a Structured or None, not {self.structured!r}."
+            )
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
@@ -179,6 +192,11 @@ class SamplingParams:
             raise ValueError("SamplingParams.stop must not contain an empty string.")
         if self.stop and not self.detokenize:
             raise ValueError("SamplingParams.stop needs text: it cannot go with detokenize=False.")
+        if self.structured is not None and self.ignore_eos:
+            raise ValueError(
+                "SamplingParams.structured cannot go with ignore_eos: text that has the form must "
+                "be able to end."
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"SamplingParams.min_tokens is {self.min_tokens}, more than max_tokens, "

@@ -17,6 +17,7 @@ DATA = [
     "jllm.config",
     "jllm.presets",
     "jllm.sampling_params",
+    "jllm.structured",
     "jllm.outputs",
     "jllm.params",
     *TEXT,
@@ -31,7 +32,8 @@ MAY_IMPORT = {
     "jllm.compilation": [],
     "jllm.config": [],
     "jllm.presets": ["jllm.config"],
-    "jllm.sampling_params": [],
+    "jllm.sampling_params": ["jllm.structured"],
+    "jllm.structured": [],
     "jllm.outputs": [],
     **dict.fromkeys(TEXT, TEXT),
     "jllm.params": ["jllm.config", "jllm.tokenizer"],
@@ -240,7 +242,7 @@ def test_a_right_import_is_accepted(module: str, source: str) -> None:
 
 
 def test_importing_jllm_loads_nothing_heavy_that_it_may_not_need() -> None:
-    heavy = "aiohttp fastapi gguf huggingface_hub jinja2 matplotlib"
+    heavy = "aiohttp fastapi gguf huggingface_hub jinja2 llguidance matplotlib"
     heavy += " torch transformers triton uvicorn"
     code = f"import jllm, sys; print(*[m for m in {heavy.split()} if m in sys.modules])"
     run = subprocess.run(

@@ -45,16 +45,21 @@ class Completion:
         if request.finished:
             return  # drawn before the host knew of the end: at most one per request
         request.append(token)
+        matcher = request.matcher
         if logprobs is not None:
             self._logprobs.append(logprobs)
             self._cumulative += logprobs[token].logprob
-        if token in self._stop_ids or token in self._eos:
+        if matcher is not None and matcher.error is not None:  # its mask allowed only eos
+            request.finish_reason, request.stop_reason = "abort", matcher.error
+        elif token in self._stop_ids or token in self._eos:
             request.finish_reason = "stop"
             request.stop_reason = token if token in self._stop_ids else None
             if request.params.include_stop_str_in_output:
                 self._push_text(token)
         elif (stop := self._push_text(token)) is not None:
             request.finish_reason, request.stop_reason = "stop", stop
+        elif matcher is not None and matcher.ends_with(token):
+            request.finish_reason = "stop"
         elif request.num_known == request.max_tokens:
             request.finish_reason = "length"
         if request.finished:

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jllm.cache.block_pool import BlockPool
 from jllm.cache.naive import NaiveCache
 from jllm.cache.prefix_cache import PrefixCache
@@ -21,6 +24,7 @@ from jllm.cache.swap import SwapSpace
 from jllm.config import EngineConfig
 from jllm.engine.batch import Buckets, StepSpec
 from jllm.engine.completion import Completion
+from jllm.engine.grammar import Grammars
 from jllm.engine.group import Group
 from jllm.engine.intake import Intake, Prompt
 from jllm.engine.logprobs import logprobs_of
@@ -95,7 +99,9 @@ class Engine:
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
         )
-        self._intake = Intake(params.config, params.tokenizer, c.max_model_len)
+        model = params.config
+        self._grammars = Grammars(params.tokenizer, model.vocab_size, model.eos_token_ids)
+        self._intake = Intake(model, params.tokenizer, self._grammars, c.max_model_len)
         self._planner = Planner(self._buckets, c.max_num_seqs, c.max_model_len)
         self._groups: dict[str, Group] = {}
         self._of_request: dict[Request, tuple[Group, Completion]] = {}
@@ -156,8 +162,8 @@ class Engine:
         Raises:
           ValueError: the request could never run: an empty prompt, an id outside the vocabulary,
             text without a tokenizer, a prompt that leaves no room for a token, too many blocks
-            for the whole pool, options that forbid every token, or a logits_processor that JAX
-            cannot trace. Nothing is queued then.
+            for the whole pool, options that forbid every token, a logits_processor that JAX
+            cannot trace, or a form of ``structured`` that cannot be used. Nothing is queued then.
         """
         self._check_open()
         group = self._intake.make_group(
@@ -192,7 +198,7 @@ class Engine:
             updated = self._drain()
             plan = self._plan()
         if plan is not None:
-            self._dispatch(*plan)
+            updated |= self._dispatch(*plan)
         # The step just dispatched stays in flight; without one there is nothing to overlap.
         while len(self._in_flight) > (1 if plan is not None and self.config.overlap else 0):
             updated |= self._collect()
@@ -239,7 +245,8 @@ class Engine:
         except for those of ``logprobs=-1`` and of a ``logits_processor``.
 
         Args:
-          samplers: only these combinations of sampling features, and no prompt logprobs.
+          samplers: only these combinations of sampling features, no prompt logprobs and no
+            structured outputs.
           specs: only these step sizes.
 
         Returns how many programs were compiled or read from the compilation cache.
@@ -247,14 +254,19 @@ class Engine:
         self._check_open()
         before = self._runner.num_compiles
         specs = self._buckets.all_specs() if specs is None else specs
+        everything = samplers is None
         if samplers is None:
             samplers = all_sampler_specs()
             for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
                 self._runner.warm_up_prompt_logprobs(num_prefill)
+            self._grammars.prepare()
         rows_done: set[int] = set()
         for spec in specs:
-            for sampler in samplers if spec.num_rows not in rows_done else samplers[:1]:
+            rows_are_new = spec.num_rows not in rows_done
+            for sampler in samplers if rows_are_new else samplers[:1]:
                 self._runner.warm_up(spec, sampler)
+            if rows_are_new and everything:
+                self._runner.warm_up(spec, samplers[0], masked=True)
             rows_done.add(spec.num_rows)
         self._runner.warm_up_entries()
         if self.config.preemption == "swap":
@@ -295,13 +307,33 @@ class Engine:
                 return None
             return schedule, self._planner.plan(schedule, self._scheduler.block_tables)
 
-    def _dispatch(self, schedule: Schedule, plan: Plan) -> None:
+    def _dispatch(self, schedule: Schedule, plan: Plan) -> dict[str, Group]:
+        """Starts a step. Where rows must follow a grammar, what they may draw depends on the token
+        before: the steps in flight are collected, while the device runs the model already.
+        Returns the groups that have news by that."""
         with self._clock.measure("dispatch"):
-            results = self._runner.dispatch(plan)
+            forwarded = self._runner.forward(plan)
         with self._clock.measure("plan"):
             self._scheduler.commit(schedule)
+        updated, masks = {}, None
+        if plan.structured:
+            updated = self._drain()
+            with self._clock.measure("plan"):
+                masks = self._masks(plan)
+        with self._clock.measure("dispatch"):
+            results = self._runner.sample(plan, forwarded, masks)
         self._in_flight.append(InFlight(results, plan))
         self._steps += 1
+        return updated
+
+    def _masks(self, plan: Plan) -> NDArray[np.uint32] | None:
+        """What each row may draw: anything, if the token before turned out to end its request."""
+        rows = [
+            (row, request.matcher)
+            for row, request, _ in plan.structured
+            if request.matcher is not None and not request.finished
+        ]
+        return self._grammars.masks(plan.spec.num_rows, rows) if rows else None
 
     def _drain(self) -> dict[str, Group]:
         updated: dict[str, Group] = {}

@@ -8,6 +8,7 @@ import numpy as np
 
 from jllm.config import ModelConfig
 from jllm.engine.completion import Completion
+from jllm.engine.grammar import Grammars
 from jllm.engine.group import Group
 from jllm.engine.logprobs import PromptLogprobs
 from jllm.engine.request import Request
@@ -23,9 +24,16 @@ Prompt = str | Sequence[int]
 class Intake:
     """Refuses at once what could never run; what it lets through, the engine can finish."""
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        grammars: Grammars,
+        max_model_len: int,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._arrivals = 0
         self._seeds = np.random.default_rng()
@@ -57,6 +65,7 @@ class Intake:
         tokens[: len(ids)] = ids
         eos = self._model.eos_token_ids
         rules = self._rules_of(params)
+        form = params.structured
         seed = params.seed
         if seed is None:
             seed = int(self._seeds.integers(-(2**63), 2**63 - 1))
@@ -71,6 +80,7 @@ class Intake:
                 sample=sample,
                 seed=seed,
                 rules=rules,
+                matcher=None if form is None else self._grammars.matcher(form),
             )
             self._arrivals += 1
             completions.append(Completion(request, self._tokenizer, eos))

@@ -78,6 +78,7 @@ class Plan(NamedTuple):
     rows: list[Row]
     entries: list[Entry]
     processed: list[Processed]
+    structured: list[Row]  # those whose token must follow a grammar
     prompt: PromptPlan | None
 
 
@@ -94,8 +95,9 @@ class Planner:
             if field.name not in ("slots", "positions")
         }
         self._options["repetition_penalty"][:] = 1  # off, in the scratch row too
-        # What each slot asks of the sampler: the flags of a SamplerSpec, and a level of logprobs.
-        self._features = np.zeros((max_num_seqs + 1, 5), np.int32)
+        # What each slot asks of the sampler: the flags of a SamplerSpec, a level of logprobs, and
+        # whether it must follow a grammar.
+        self._features = np.zeros((max_num_seqs + 1, 6), np.int32)
         self._owners = [-1] * max_num_seqs  # arrival of the request whose options a slot has
         self._filled = [0] * max_num_seqs  # leading tokens that its chunks brought to the device
         self._processors: dict[int, LogitsProcessor] = {}  # by slot
@@ -136,7 +138,7 @@ class Planner:
         for name, table in self._options.items():
             np.take(table, slots, axis=0, out=views[name])
         views["positions"][:] = lens
-        sampler = sampler_spec(*self._features[slots].max(axis=0).tolist())
+        *features, structured = self._features[slots].max(axis=0).tolist()
         for index, _, samples in rows[len(decode) :]:
             if not samples:
                 slots[index] = self._scratch
@@ -144,11 +146,12 @@ class Planner:
         return Plan(
             spec,
             forward,
-            sampler,
+            sampler_spec(*features),
             sample,
             rows,
             entries,
             self._processed(slots),
+            [row for row in rows if row.samples and row.request.matcher] if structured else [],
             _prompt_plan(prefill, spec.num_prefill),
         )
 
@@ -195,7 +198,8 @@ class Planner:
         level = LOGPROBS_LEVELS.index(
             None if p.logprobs is None else p.logprobs if p.logprobs < 1 else MAX_LOGPROBS
         )
-        self._features[slot] = (random, filtered, ruled or p.has_penalties, processed, level)
+        rules, structured = ruled or p.has_penalties, p.structured is not None
+        self._features[slot] = (random, filtered, rules, processed, level, structured)
         self._processors.pop(slot, None)
         if p.logits_processor is not None:
             self._processors[slot] = p.logits_processor

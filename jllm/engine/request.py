@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from jllm.engine.grammar import Matcher
 from jllm.models.logit_rules import Rules
 from jllm.outputs import FinishReason
 from jllm.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ class Request:
       sample: which of the prompt's n samples this is.
       seed: 64-bit seed of its random draws.
       rules: what the device must know of its bias and masks, if it has any.
+      matcher: follows its output, if that must have a form.
       num_known: tokens that the host knows.
       pending: tokens that the device has sampled, or is sampling, and the host does not know.
       computed: leading tokens whose KV is in the cache, steps in flight included.
@@ -56,6 +58,7 @@ class Request:
     sample: int = 0
     seed: int = 0
     rules: Rules | None = None
+    matcher: Matcher | None = None
     num_known: int = 0
     pending: int = 0
     computed: int = 0

@@ -30,6 +30,13 @@ from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 BLOCKS_PER_COPY = 32  # blocks moved to or from host memory by one program
 
 
+class Forwarded(NamedTuple):
+    """What the first half of a step gives the second, on the device."""
+
+    logits: jax.Array  # (B, V) float32, the model's own
+    prompt: step.PromptScores | None
+
+
 class Dispatched(NamedTuple):
     """What a step in flight will give."""
 
@@ -131,52 +138,64 @@ class Runner:
             placed: Params = jax.device_put(params, self._whole)
             return placed
 
-    def dispatch(self, plan: Plan) -> Dispatched:
-        """Starts a step and returns at once; the results are on their way to the host."""
+    def forward(self, plan: Plan) -> Forwarded:
+        """Starts the first half of a step, which needs nothing that the step before drew, and
+        returns at once."""
+        prompt = None
         with self._running():
-            results = self._run(plan)
-        for array in (*results.sampled, *(results.prompt or ())):
+            for entry in plan.entries:
+                self._enter(entry)
+            self._cache, self._tokens, logits, hidden = step.forward(
+                self.params,
+                self._cache,
+                self._tokens,
+                plan.forward,
+                spec=plan.spec,
+                mesh=self._mesh,
+            )
+            if plan.prompt is not None:
+                prompt = step.prompt_logprobs(
+                    self.params,
+                    hidden,
+                    plan.prompt.targets,
+                    count=plan.prompt.num_top,
+                    mesh=self._mesh,
+                )
+        return Forwarded(logits, prompt)
+
+    def sample(
+        self, plan: Plan, forwarded: Forwarded, masks: NDArray[np.uint32] | None
+    ) -> Dispatched:
+        """Starts the second half of a step and returns at once; the results are on their way to
+        the host. ``masks`` (B, V32) say what may be drawn at all, see ``step.mask_logits``."""
+        raw = logits = forwarded.logits
+        sampled: Sampled
+        with self._running():
+            for processor, rows in plan.processed:
+                logits = step.process_logits(
+                    self._tokens,
+                    logits,
+                    plan.sample,
+                    rows,
+                    processor=processor,
+                    vocab_size=self.params.config.vocab_size,
+                    mesh=self._mesh,
+                )
+            if masks is not None:
+                logits = step.mask_logits(logits, masks, mesh=self._mesh)
+            self._tokens, sampled = step.sample(
+                self._tokens,
+                self._rules,
+                logits,
+                raw,
+                plan.sample,
+                spec=plan.sampler,
+                mesh=self._mesh,
+            )
+        for array in (*sampled, *(forwarded.prompt or ())):
             if array is not None:
                 array.copy_to_host_async()
-        return results
-
-    def _run(self, plan: Plan) -> Dispatched:
-        for entry in plan.entries:
-            self._enter(entry)
-        self._cache, self._tokens, raw, hidden = step.forward(
-            self.params, self._cache, self._tokens, plan.forward, spec=plan.spec, mesh=self._mesh
-        )
-        logits = raw
-        for processor, mask in plan.processed:
-            logits = step.process_logits(
-                self._tokens,
-                logits,
-                plan.sample,
-                mask,
-                processor=processor,
-                vocab_size=self.params.config.vocab_size,
-                mesh=self._mesh,
-            )
-        sampled: Sampled
-        self._tokens, sampled = step.sample(
-            self._tokens,
-            self._rules,
-            logits,
-            raw,
-            plan.sample,
-            spec=plan.sampler,
-            mesh=self._mesh,
-        )
-        prompt = None
-        if plan.prompt is not None:
-            prompt = step.prompt_logprobs(
-                self.params,
-                hidden,
-                plan.prompt.targets,
-                count=plan.prompt.num_top,
-                mesh=self._mesh,
-            )
-        return Dispatched(sampled, prompt)
+        return Dispatched(sampled, forwarded.prompt)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -199,14 +218,18 @@ class Runner:
         tokens, *logprobs = step.sampled
         return Results(np.asarray(tokens), _on_host(logprobs), _on_host(step.prompt))
 
-    def warm_up(self, spec: StepSpec, sampler: SamplerSpec) -> None:
-        """Compiles and runs one spec on padding only: it writes to the scratch block and row."""
+    def warm_up(self, spec: StepSpec, sampler: SamplerSpec, *, masked: bool = False) -> None:
+        """Compiles and runs one spec on padding only, ``masked`` as for rows that follow a grammar:
+        it writes to the scratch block and row."""
         assert self.config.max_num_seqs
         plan, views = pack(forward_fields(spec))
         views["slots"][:] = self.config.max_num_seqs
         sample_plan, views = pack(sample_fields(spec.num_rows))
         views["slots"][:] = self.config.max_num_seqs
-        self.collect(self.dispatch(Plan(spec, plan, sampler, sample_plan, [], [], [], None)))
+        padding = Plan(spec, plan, sampler, sample_plan, [], [], [], [], None)
+        words = -(-self.params.config.vocab_size // 32)
+        masks = np.full((spec.num_rows, words), 0xFFFFFFFF, np.uint32) if masked else None
+        self.collect(self.sample(padding, self.forward(padding), masks))
 
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
         """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""

@@ -4,7 +4,8 @@
 draws the next tokens. They are two programs because their variants would multiply: every bucket
 needs one forward program (seconds to compile) and every combination of sampling features one
 sampling program (fractions of a second). Between them ``process_logits`` runs once per distinct
-``logits_processor`` in the batch; after them ``prompt_logprobs`` scores prompts that ask for it.
+``logits_processor`` in the batch, and ``mask_logits`` if some row must follow a grammar;
+``prompt_logprobs`` scores prompts that ask for it.
 
 The state between steps is a table ``tokens (R + 1, L)``: for each request slot the token at each
 position, as far as it went through or came from the device. A decode row reads its input there,
@@ -29,7 +30,7 @@ from jax import lax
 from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
 from jllm.models import vocab
 from jllm.models.attention import Rows, locate_tokens, paged_attention, write_kv
-from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules
+from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
 from jllm.models.sampler import sample as draw
 from jllm.models.transformer import forward as run_model
@@ -191,6 +192,17 @@ def process_logits(
     changed = jnp.where(jnp.isnan(changed), -LOGIT_LIMIT, changed)
     changed = jnp.clip(changed, -LOGIT_LIMIT, LOGIT_LIMIT)
     return jnp.where(mask[:, None], vocab.split(changed, logits.shape[-1], axis), logits)
+
+
+@program(takes=(LOGITS, WHOLE), gives=LOGITS)
+def mask_logits(logits: Array, masks: Array, *, axis: str | None = None) -> Array:
+    """Logits (B, V), -inf where ``masks`` (B, V32) uint32 has no bit for the token, see ``Rules``.
+
+    A program of its own, so that it is compiled once per number of rows.
+    """
+    width = logits.shape[-1]
+    allowed = unpack_bits(masks, width, vocab.first_id(width, axis))
+    return jnp.where(allowed, logits, -jnp.inf)
 
 
 class PromptScores(NamedTuple):

@@ -82,7 +82,7 @@ def apply_rules(
     """Logits (B, V) after bias, masks and penalties.
 
     Args:
-      logits: (B, V) float32, finite but for padding.
+      logits: (B, V) float32, finite, but for padding and for what a grammar forbids.
       tokens: (R + 1, L) int32, the token table.
       slots: (B,) int32, rows of both tables.
       rules: one entry per slot.
@@ -113,11 +113,18 @@ def _bias_and_mask(
     logits = logits.at[row, bias_ids].add(mine.bias, mode="drop")
 
     early = (rows.positions - rows.num_prompt < rows.min_tokens)[:, None]
-    allowed = _bits(mine.allowed, width, first) & ~(early & _bits(mine.stops, width, first))
+    allowed = unpack_bits(mine.allowed, width, first) & ~(
+        early & unpack_bits(mine.stops, width, first)
+    )
     bad = next_of_bad_words(mine.bad_words, tokens, slots, rows)
     bad = jnp.where(ruled, vocab.columns(bad, width, axis), width)
     without_bad = allowed.at[row, bad].set(False, mode="drop")
-    allowed = jnp.where(vocab.any_of(without_bad, axis), without_bad, allowed)
+    # Where masks together leave nothing, words of several tokens give way, then all of these masks
+    # to a grammar's.
+    possible = logits > -jnp.inf
+    some = vocab.any_of(possible & allowed, axis)
+    some_without_bad = vocab.any_of(possible & without_bad, axis)
+    allowed = jnp.where(some_without_bad, without_bad, allowed | ~some)
     return jnp.where(ruled & ~allowed, -jnp.inf, logits)
 
 
@@ -182,7 +189,7 @@ def _count(
     return counts
 
 
-def _bits(words: Array, width: int, first: Array | int) -> Array:
+def unpack_bits(words: Array, width: int, first: Array | int) -> Array:
     """(B, V32) uint32 -> (B, W) bool, those of the tokens from ``first`` on: a multiple of 32
     where it is not 0. Padding has no bits, so it is forbidden."""
     if not isinstance(first, int):

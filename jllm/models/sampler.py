@@ -3,9 +3,10 @@
 The order is fixed and documented here once:
 
 0. ``logits_processor`` changes the model's logits;
-1. bias and masks: ``logit_bias`` is added, then every token that ``allowed_token_ids``,
-   ``bad_words`` or ``min_tokens`` forbids becomes -inf. Masks win over everything: nothing
-   before or after brings a forbidden token back (logit_rules.py);
+1. bias and masks: every token that the grammar of ``structured`` forbids becomes -inf,
+   ``logit_bias`` is added, and every token that ``allowed_token_ids``, ``bad_words`` or
+   ``min_tokens`` forbids becomes -inf too. Masks win over everything: nothing before or after
+   brings a forbidden token back (logit_rules.py);
 2. penalties: repetition, then frequency and presence (logit_rules.py);
 3. temperature divides the logits; below ``GREEDY_TEMPERATURE`` the row is greedy (argmax, the
    lowest id among equals) and nothing that follows applies to it;

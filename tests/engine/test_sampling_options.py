@@ -196,6 +196,12 @@ def expect_logits_processor(ask: Ask) -> None:
     assert ask.tokens(logits_processor=after_the_last, temperature=1.0) == expected
 
 
+def expect_structured(ask: Ask) -> None:
+    output = ask.whole(structured=jllm.Structured(regex="[a-d]{3}"), seed=1).outputs[0]
+    assert len(output.text) == 3 and set(output.text) <= set("abcd")
+    assert output.finish_reason == "stop"
+
+
 def expect_skip_special_tokens(ask: Ask) -> None:
     assert ask(allowed_token_ids=[0], skip_special_tokens=False, max_tokens=2).text == "<s><s>"
 
