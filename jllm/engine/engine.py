@@ -39,6 +39,7 @@ from jllm.outputs import RequestOutput
 from jllm.parallel.mesh import Mesh
 from jllm.params import Params
 from jllm.sampling_params import SamplingParams
+from jllm.structured import Structured
 
 
 class InFlight(NamedTuple):
@@ -183,6 +184,14 @@ class Engine:
             self._of_request[completion.request] = group, completion
             self._scheduler.add(completion.request)
         return group.request_id
+
+    def prepare_structured(self, form: Structured) -> None:
+        """Compiles a form now, so that ``add_request`` finds it ready. Unlike everything else here
+        it may be called by any thread.
+
+        Raises ValueError: the form cannot be used.
+        """
+        self._grammars.matcher(form)
 
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something left to do or to report."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import jllm
+from jllm.engine import grammar
 from jllm.tokenizer import Tokenizer
 from tests.demo_model import load_demo_model
 from tests.tiny_model import greedy, random_prompts, run, tiny_model
@@ -307,11 +309,22 @@ def test_a_form_that_cannot_be_used_is_refused_before_it_is_queued() -> None:
         engine(tokenizer=None).add_request(PROMPTS[0], ask({"regex": "a"}))
 
 
+def test_a_form_can_be_compiled_ahead_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    e, form = engine(), {"regex": "[ab]{5}c"}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(e.prepare_structured, jllm.Structured(**form)).result()
+        bad = pool.submit(e.prepare_structured, jllm.Structured(regex="("))
+    with pytest.raises(ValueError, match=r"Structured\.regex cannot be used"):
+        bad.result()
+    monkeypatch.setattr(grammar, "compile_grammar", None)  # it need not be compiled again
+    assert re.fullmatch("[ab]{5}c", sample(form, seed=1).text)
+
+
 def test_a_grammar_that_meets_a_limit_aborts_its_request_alone() -> None:
     rules = " | ".join(f"r{i}" for i in range(2200))
-    grammar = f'start: "x" ({rules})\n' + "\n".join(f'r{i}: "a" "b{i}"' for i in range(2200))
+    source = f'start: "x" ({rules})\n' + "\n".join(f'r{i}: "a" "b{i}"' for i in range(2200))
     e = engine()
-    [[bad], [good]] = complete(e, [ask({"grammar": grammar}), plain(0)], PROMPTS[:1] * 2)
+    [[bad], [good]] = complete(e, [ask({"grammar": source}), plain(0)], PROMPTS[:1] * 2)
     assert bad.finish_reason == "abort" and "items" in str(bad.stop_reason)
     assert good.token_ids == solo()[0]
 
