@@ -1,7 +1,10 @@
 """Tests run on the CPU, with kernels in Triton's interpreter; with JLLM_TEST_GPU=1 (make test-gpu)
 on a GPU or not at all; with JLLM_TEST_AOT=1 (make test-aot) they are compiled for one."""
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -48,3 +51,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU: run `make test-gpu`, or set JLLM_TEST_GPU=1")
     if item.get_closest_marker("aot") and not AHEAD_OF_TIME:
         pytest.skip("needs XLA's CUDA compiler: run `make test-aot`")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_dropped() -> Iterator[None]:
+    """A compiled program takes about ten memory mappings, of which Linux allows a process 65,530:
+    over that XLA crashes, and those of all tests together are more."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
