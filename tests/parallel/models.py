@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jllm
 from jllm.parallel.sharding import place
 from tests.tiny_model import random_prompts, run
+from tests.tokenizers_for_tests import byte_level_tokenizer
 
 _SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=128, num_layers=2, head_dim=16, max_position_embeddings=512
@@ -58,6 +60,13 @@ def weights(name: str) -> jllm.Params:
 def split(name: str, tp: int) -> jllm.Params:
     """The same weights over a mesh."""
     return place(weights(name), jllm.make_mesh(tp=tp))
+
+
+def with_text(params: jllm.Params) -> jllm.Params:
+    """The same arrays, with a tokenizer and its eos."""
+    tokenizer = byte_level_tokenizer()
+    config = dataclasses.replace(params.config, eos_token_ids=(tokenizer.eos_token_id,))
+    return dataclasses.replace(params, config=config, tokenizer=tokenizer)
 
 
 def config(**options: Any) -> jllm.EngineConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 import jllm
 from jllm.compilation import compiles_so_far
 from jllm.outputs import Logprob
-from tests.parallel.models import MODELS, PROMPTS, answers, config, split, weights
+from tests.parallel.models import MODELS, PROMPTS, answers, config, split, weights, with_text
 from tests.tiny_model import greedy_params, random_prompts, run
 
 
@@ -86,6 +87,30 @@ def test_tokens_and_logprobs_are_those_of_one_device(model: str, option: str, tp
             assert_close(ours.logprobs, theirs.logprobs)
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"logit_bias": {100: 5.0}, "bad_words": [[100]], "presence_penalty": 1.0},
+        {"allowed_token_ids": [300]},  # which the form does not allow
+        {"logprobs": 5, "logprobs_mode": "processed", "top_k": 3},
+    ],
+    ids=["alone", "rules", "contradiction", "logprobs"],
+)
+def test_structured_outputs_are_those_of_one_device(tp: int, options: dict[str, Any]) -> None:
+    form = jllm.Structured(regex="[a-z]{3}( [a-z]{3}){2}")
+    params = SAMPLED(**options, seed=3, n=2, max_tokens=40, structured=form)
+    one, several = (
+        answers(with_text(model), params) for model in (weights("biased"), split("biased", tp))
+    )
+    for ours, theirs in zip(one, several, strict=True):
+        for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert re.fullmatch("[a-z]{3}( [a-z]{3}){2}", other.text)
+            assert mine.token_ids == other.token_ids
+            assert_close(mine.logprobs, other.logprobs)
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_preempted_requests_go_on_where_they_were(tp: int, preemption: str) -> None:
@@ -117,9 +142,12 @@ def test_shared_prefixes_are_computed_once() -> None:
 def test_nothing_compiles_after_warm_up() -> None:
     mesh = jllm.make_mesh(tp=4)
     options = dict(num_kv_blocks=14, preemption="swap")
-    with jllm.Engine(weights("tied"), config(**options), mesh=mesh) as engine:
+    model = with_text(weights("tied"))
+    with jllm.Engine(model, config(**options), mesh=mesh) as engine:
         assert engine.warm_up() > 0
         before = compiles_so_far()
+        form = jllm.Structured(regex="[a-z]{9}")
+        engine.add_request(PROMPTS[1], SAMPLED(seed=1, structured=form))
         for index, option in enumerate(OPTIONS):
             if option in ("processor", "all_logprobs"):  # as warm_up says
                 continue
@@ -129,10 +157,10 @@ def test_nothing_compiles_after_warm_up() -> None:
         assert engine.stats().num_swaps > 0
         assert compiles_so_far() == before
 
-        engine.update_params(jax.tree.map(np.negative, jax.device_get(weights("tied"))))
-        engine.update_params(weights("tied"))
+        engine.update_params(jax.tree.map(np.negative, jax.device_get(model)))
+        engine.update_params(model)
         before = compiles_so_far()
-        engine.update_params(jax.tree.map(np.copy, jax.device_get(weights("tied"))))
+        engine.update_params(jax.tree.map(np.copy, jax.device_get(model)))
         engine.add_request(PROMPTS[0], greedy_params(3))
         run(engine)
         assert compiles_so_far() == before
