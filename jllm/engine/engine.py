@@ -8,6 +8,7 @@ when every step that holds a row of it was collected.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -105,6 +106,7 @@ class Engine:
         self._clock = StepClock()
         self._log = PeriodicLog(c.stats_interval_s)
         self._steps = 0
+        self._step_tokens = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
 
@@ -276,6 +278,7 @@ class Engine:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             num_steps=self._steps,
+            step_tokens=self._step_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_compiles=self._runner.num_compiles,
@@ -302,6 +305,7 @@ class Engine:
             self._scheduler.commit(schedule)
         self._in_flight.append(InFlight(results, plan))
         self._steps += 1
+        self._step_tokens += len(schedule.decode) + schedule.num_prefill_tokens
 
     def _drain(self) -> dict[str, Group]:
         updated: dict[str, Group] = {}
@@ -316,6 +320,7 @@ class Engine:
             results = self._runner.collect(dispatched)
         self._note_prompt_logprobs(results, plan)
         tokens = results.tokens.tolist()
+        now = time.monotonic()
         updated = {}
         for index, request, samples in plan.rows:
             request.in_flight -= 1
@@ -331,6 +336,8 @@ class Engine:
                 completion.push(tokens[index], logprobs)
                 if not was_finished:
                     self._generated_tokens += 1
+                    if group.first_token is None:
+                        group.first_token = now
                     updated[group.request_id] = group
             if request.finished:
                 self._retire(request)
