@@ -57,7 +57,7 @@ def make_app(served: Served) -> FastAPI:
 def _model_routes(served: Served) -> APIRouter:
     """What needs the model, and is refused until it is there."""
 
-    def ready() -> None:
+    async def ready() -> None:  # async, or FastAPI would run it in a thread
         if served.engine.state == "loading":
             headers = {"Retry-After": "5"}
             raise APIError(503, "The model is being loaded; try again later.", headers=headers)

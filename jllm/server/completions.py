@@ -11,6 +11,7 @@ from jllm.outputs import CompletionOutput, RequestOutput
 from jllm.server import logprobs
 from jllm.server.answer import Piece, answer, answer_id
 from jllm.server.errors import bad_request
+from jllm.server.limits import MAX_SAMPLES
 from jllm.server.protocol import CompletionRequest
 from jllm.server.sampling import check_generation, sampling_params, tokens_to_keep
 from jllm.server.served import Served, TokenPrompt
@@ -65,6 +66,10 @@ def _check(body: CompletionRequest) -> None:
         raise bad_request("max_tokens can be 0 only with echo: true.", "max_tokens")
     if body.best_of is not None and body.best_of != body.n:
         raise bad_request(f"best_of must be equal to n, {body.n}, not {body.best_of}.", "best_of")
+    samples = len(body.prompts) * body.n
+    if samples > MAX_SAMPLES:
+        message = f"{len(body.prompts)} prompts with n {body.n} are {samples} samples"
+        raise bad_request(f"{message}; at most {MAX_SAMPLES} are allowed in one request.", "n")
     if body.suffix:
         raise bad_request("suffix is not supported.", "suffix")
 

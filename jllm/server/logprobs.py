@@ -40,7 +40,7 @@ class TextOffsets:
 
     Args:
       tokenizer: without one there is no text, and every offset is the first.
-      start: offset of the first token.
+      start: offset of the first token; negative if the text begins within it or after it.
       skip_special_tokens: whether the text leaves them out.
     """
 
@@ -54,7 +54,7 @@ class TextOffsets:
 
     def take(self, token: int) -> int:
         """The token's offset."""
-        offset = self._offset
+        offset = max(self._offset, 0)
         if self._detokenizer is not None:
             self._offset += len(self._detokenizer.push((token,)))
         return offset

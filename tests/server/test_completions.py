@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 import jllm
-from tests.server.clients import COMPLETIONS, complete, joined, refused, stream
-from tests.server.conftest import spoken_model
+from jllm.server.app import make_app
+from jllm.server.served import Served
+from tests.server.clients import CHAT, COMPLETIONS, ask, complete, joined, refused, stream
+from tests.server.conftest import OPTIONS, make_engine, spoken_model, started
 from tests.tiny_model import run
+from tests.tokenizers_for_tests import byte_level_tokenizer
 
 LETTERS = list(range(99, 125))  # ids of a to z
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -284,3 +289,36 @@ def test_fields_that_contradict_are_refused(client: TestClient) -> None:
     refused(client, COMPLETIONS, prompt="a", stream_options={"include_usage": True})
     complete(client, "a", best_of=2, n=2, max_tokens=1)
     complete(client, "a", suffix="", max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def with_bos() -> Iterator[TestClient]:
+    """A model whose tokenizer puts <s> before every text, and whose template writes it, too."""
+    tokenizer = replace(byte_level_tokenizer(add_bos_token=True), chat_template="<s>{{ messages }}")
+    engine = jllm.Engine(spoken_model().replace(tokenizer=tokenizer), make_engine().config)
+    with TestClient(make_app(Served(engine, OPTIONS))) as asking:
+        yield started(asking)
+
+
+def test_bos_is_there_once(with_bos: TestClient) -> None:
+    def prompt(path: str, **body: Any) -> list[int]:
+        answer = ask(with_bos, path, max_tokens=1, return_token_ids=True, **body)
+        ids: list[int] = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+        return ids
+
+    a = 2 + ord("a")
+    assert prompt(COMPLETIONS, prompt="a") == [0, a]
+    assert prompt(COMPLETIONS, prompt="a", add_special_tokens=False) == [a]
+    assert prompt(COMPLETIONS, prompt=[a]) == [a]
+    assert prompt(COMPLETIONS, prompt="") == [0]
+    messages = [{"role": "user", "content": "a"}]
+    assert prompt(CHAT, messages=messages).count(0) == 1
+    assert prompt(CHAT, messages=messages, add_special_tokens=True).count(0) == 2
+
+
+def test_a_bos_that_was_added_is_no_part_of_the_echoed_text(with_bos: TestClient) -> None:
+    answer = complete(with_bos, "hey", max_tokens=0, echo=True, logprobs=0)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "hey"
+    assert choice["logprobs"]["tokens"] == ["<s>", "he", "y"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 2]

@@ -56,6 +56,7 @@ def serves_on(client: TestClient) -> Iterator[None]:
         pytest.param({"prompt": "a", "presence_penalty": 3}, "presence_penalty", id="presence"),
         pytest.param({"prompt": "a", "n": 0}, "n", id="no-samples"),
         pytest.param({"prompt": "a", "n": 129}, "n", id="too-many-samples"),
+        pytest.param({"prompt": ["a"] * 100, "n": 100}, "n", id="too-many-samples-in-all"),
         pytest.param({"prompt": "a", "seed": 2**64}, "seed", id="seed"),
         pytest.param({"prompt": "a", "logprobs": 21}, "logprobs", id="logprobs"),
         pytest.param({"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias", id="bias-id"),
@@ -199,6 +200,19 @@ def test_unknown_routes_and_methods_have_the_same_body(client: TestClient) -> No
     ):
         assert response.status_code == status
         error_of(response)
+
+
+def test_a_bug_is_500_and_keeps_its_secrets(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr("jllm.server.tokens.tokenizer_info", broken)
+    quiet = TestClient(client.app, raise_server_exceptions=False)
+    response = quiet.get("/tokenizer_info")
+    assert response.status_code == 500 and "secret" not in response.text
+    assert error_of(response)["type"] == "InternalServerError"
 
 
 def test_one_bad_prompt_of_several_runs_none(client: TestClient) -> None:
