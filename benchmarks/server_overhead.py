@@ -1,20 +1,23 @@
 """What does the server add to the engine's time?
 
-    python benchmarks/server_overhead.py [--config qwen3-0.6b] [--out FILE.json]
+    python benchmarks/server_overhead.py [--config qwen3-0.6b --device-ms 0] [--out FILE.json]
 
-The same requests, all at once, alternately to an engine in this process (offline: outputs at the
-end; stream: a delta per step and request) and through the HTTP server around it, each a stream of
-server-sent events with a client that reads it, in a process of its own. Prints seconds, tokens per
-second, and the server's wall time over that of the streaming engine. Medians of the repetitions.
+The same requests, all at once, by turns to an engine in this process (offline: outputs at the end;
+stream: a delta per step and request) and through the HTTP server around another, where each is a
+stream of server-sent events that a client in a process of its own reads. Prints medians of seconds,
+tokens per second, and the server's time over that of the streaming engine.
 
-``--device-ms`` makes every step take so much longer, asleep: a device at work, which leaves the CPU
-to the server. Without it XLA, the server and the clients share the CPU's cores.
+``--device-ms`` lets every step take at least so long on a device that is not this CPU, as a GPU's
+would: the host plans, delivers and sends meanwhile. With 0 the engine, XLA, the server and the
+clients have the CPU's cores to share.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+import os
 import platform
 import selectors
 import socket
@@ -30,6 +33,8 @@ import jax
 import numpy as np
 
 import jllm
+from jllm.engine.planner import Plan
+from jllm.engine.runner import Dispatched, Results
 from jllm.server import Server, ServerOptions
 
 BODY_END = b"0\r\n\r\n"
@@ -50,16 +55,24 @@ def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def with_device(engine: jllm.Engine, milliseconds: float) -> jllm.Engine:
-    """An engine whose steps wait for a device besides."""
-    step = engine.step
+    """An engine whose steps also take so long on a device that runs one after the other, while the
+    host goes on: the next step is dispatched before the results of this one are waited for."""
+    runner = engine._runner
+    dispatch, collect = runner.dispatch, runner.collect
+    ready: collections.deque[float] = collections.deque([0.0])  # when each step in flight ends
 
-    def slower() -> list[jllm.RequestOutput]:
-        outputs = step()
-        time.sleep(milliseconds / 1000)
-        return outputs
+    def dispatch_and_note(plan: Plan) -> Dispatched:
+        ready.append(max(ready[-1], time.perf_counter()) + milliseconds / 1000)
+        return dispatch(plan)
+
+    def collect_when_ready(results: Dispatched) -> Results:
+        ready.popleft()
+        time.sleep(max(0.0, ready[0] - time.perf_counter()))
+        return collect(results)
 
     if milliseconds:
-        engine.step = slower  # type: ignore[method-assign]
+        runner.dispatch = dispatch_and_note  # type: ignore[method-assign]
+        runner.collect = collect_when_ready  # type: ignore[method-assign]
     return engine
 
 
@@ -111,7 +124,10 @@ def client(url: str, requests: list[dict[str, Any]]) -> dict[str, float]:
     while len(received) < len(requests):
         for key, _ in poll.select():
             connection, data = cast(socket.socket, key.fileobj), key.data
-            data += connection.recv(65536)
+            new = connection.recv(65536)
+            if not new:
+                raise RuntimeError("The server hung up.")
+            data += new
             if connection not in firsts and b"data: " in data:
                 firsts[connection] = time.perf_counter() - start
             if data.endswith(BODY_END):
@@ -125,6 +141,43 @@ def client(url: str, requests: list[dict[str, Any]]) -> dict[str, float]:
     return {"seconds": seconds, "ttft": statistics.median(firsts.values())}
 
 
+def measure(options: argparse.Namespace, params: jllm.Params, device_ms: float) -> dict[str, Any]:
+    """Medians of the repetitions, and what they make."""
+    config = jllm.EngineConfig(
+        max_num_seqs=options.streams,
+        max_model_len=options.input_len + options.output_len,
+        decode_buckets=(options.streams,),
+        prefix_cache="naive",  # or the repetitions would find their prompts
+        stats_interval_s=None,
+    )
+    requests = bodies(options)
+    engine, served = (with_device(jllm.Engine(params, config), device_ms) for _ in range(2))
+    seconds: dict[str, list[float]] = collections.defaultdict(list)
+    with engine, Server(served, ServerOptions(port=0, warm_up=False)) as server:
+        for _ in range(options.repetitions + 1):  # the first one compiles
+            seconds["offline"].append(run_engine(engine, requests, stream=False))
+            cpu = cpu_seconds("MainThread")
+            seconds["stream"].append(run_engine(engine, requests, stream=True))
+            seconds["cpu_of_engine_alone"].append(cpu_seconds("MainThread") - cpu)
+            cpu, http_cpu = cpu_seconds("jllm-engine"), cpu_seconds("jllm-http")
+            measured = run_clients(server.url, requests)
+            seconds["server"].append(measured["seconds"])
+            seconds["server_ttft"].append(measured["ttft"])
+            seconds["cpu_of_engine_thread"].append(cpu_seconds("jllm-engine") - cpu)
+            seconds["cpu_of_http_thread"].append(cpu_seconds("jllm-http") - http_cpu)
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    tokens = options.streams * options.output_len
+    return {
+        "device_ms": device_ms,
+        "server_over_stream": medians["server"] / medians["stream"],
+        "server_over_offline": medians["server"] / medians["offline"],
+        "http_cpu_us_per_token": medians["cpu_of_http_thread"] / tokens * 1e6,
+        "tokens_per_s": {name: tokens / medians[name] for name in ("offline", "stream", "server")},
+        "seconds": medians,
+        "server_seconds": seconds["server"][1:],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="tiny", help="a preset, with random weights")
@@ -132,64 +185,29 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--device-ms", type=float, default=0.0)
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[0.0, 10.0, 20.0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--client", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
         print(json.dumps(client(options.client, json.load(sys.stdin))))
         return
-    config = jllm.EngineConfig(
-        max_num_seqs=options.streams,
-        max_model_len=options.input_len + options.output_len,
-        decode_buckets=(options.streams,),
-        stats_interval_s=None,
-    )
     params = jllm.init(jllm.ModelConfig.preset(options.config), jax.random.key(0))
-    requests = bodies(options)
-    engine, served = (with_device(jllm.Engine(params, config), options.device_ms) for _ in "12")
-    times: dict[str, list[float]] = {
-        name: []
-        for name in (
-            *("offline", "stream", "server", "ttft"),
-            *("stream_cpu", "engine_cpu", "http_cpu"),  # of the engine alone; of the two threads
-        )
-    }
-    with Server(served, ServerOptions(port=0, warm_up=False)) as server:
-        for _ in range(options.repetitions + 1):  # the first one compiles
-            times["offline"].append(run_engine(engine, requests, stream=False))
-            alone = cpu_seconds("MainThread")
-            times["stream"].append(run_engine(engine, requests, stream=True))
-            times["stream_cpu"].append(cpu_seconds("MainThread") - alone)
-            http, thread = cpu_seconds("jllm-http"), cpu_seconds("jllm-engine")
-            measured = run_clients(server.url, requests)
-            times["server"].append(measured["seconds"])
-            times["ttft"].append(measured["ttft"])
-            times["http_cpu"].append(cpu_seconds("jllm-http") - http)
-            times["engine_cpu"].append(cpu_seconds("jllm-engine") - thread)
-    engine.close()
-    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-    tokens = options.streams * options.output_len
     result = {
-        "config": options.config,
-        "streams": options.streams,
-        "input_len": options.input_len,
+        "command": "python benchmarks/server_overhead.py " + " ".join(sys.argv[1:]),
+        **{name: getattr(options, name) for name in ("config", "streams", "input_len")},
         "output_len": options.output_len,
-        "device_ms": options.device_ms,
-        "seconds": medians,
-        "all_seconds": {name: values[1:] for name, values in times.items()},
-        "tokens_per_s": {name: tokens / medians[name] for name in ("offline", "stream", "server")},
-        "http_cpu_us_per_token": medians["http_cpu"] / tokens * 1e6,
-        "server_over_stream": medians["server"] / medians["stream"],
-        "server_over_offline": medians["server"] / medians["offline"],
         "device": jax.devices()[0].device_kind,
+        "cpus": os.cpu_count(),
         "machine": platform.machine(),
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "runs": [measure(options, params, device_ms) for device_ms in options.device_ms],
     }
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    print(text)
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

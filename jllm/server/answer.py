@@ -67,7 +67,7 @@ async def answer(
 
 async def _whole(ticket: Ticket, pieces: Pieces, usage: Usage, head: Piece) -> Response:
     choices: list[Piece] = []
-    async for news in ticket:
+    while news := await ticket.news():
         for index, output in news:
             usage.add(index, output)
             for piece in pieces(index, output):
@@ -82,7 +82,7 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     options = body.stream_options
     continuous = options is not None and options.continuous_usage_stats
-    async for news in ticket:
+    while news := await ticket.news():
         events = []
         for index, output in news:
             usage.add(index, output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -87,6 +88,7 @@ class AsyncEngine:
         self._busy_since: float | None = None  # a step or several commands are under way
         # Of the thread:
         self._parts: dict[str, Part] = {}  # by the engine's request id
+        self._numbers = itertools.count()
         self._news: list[Call] = []  # for the event loop to do
         # Of the event loop:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,7 +205,8 @@ class AsyncEngine:
             while self._obey():
                 if self._engine.has_unfinished():
                     self._step()
-                self._publish_stats()
+                self._publish_stats()  # before the news, so that no answer is ahead of the metrics
+                self._send_news()
                 self._busy_since = None
             self._engine.close()
         except BaseException as error:
@@ -234,7 +237,9 @@ class AsyncEngine:
                 name = self._engine.add_request(
                     prompt,
                     params,
-                    request_id=f"{job.name}-{index}",
+                    # Never the same twice: of a name that is used again the engine might still have
+                    # to report that it was aborted.
+                    request_id=f"{job.name}-{next(self._numbers)}",
                     cache_salt=job.cache_salt,
                     stream=job.stream,
                 )
@@ -275,7 +280,6 @@ class AsyncEngine:
             if part is not None:  # else it was dropped
                 self._news.append((part.ticket.push, (part.index, output)))
                 self._note(part, output, now)
-        self._send_news()
 
     def _note(self, part: Part, output: RequestOutput, now: float) -> None:
         if part.last_news is not None:

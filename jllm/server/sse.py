@@ -34,7 +34,8 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(_to_the_end(events), headers=HEADERS)
+        super().__init__(events, headers=HEADERS)
+        self._events = events
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,16 +44,19 @@ class EventStream(StreamingResponse):
         finally:
             self._on_end()
 
-
-async def _to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        async for piece in events:
-            yield piece
-    except APIError as error:
-        yield event(error.body())
-    except Exception as error:
-        yield event(server_fault(error).body())
-    yield DONE
+    async def stream_response(self, send: Send) -> None:
+        """Called by Starlette, which cancels it when the client disconnects."""
+        status, headers = self.status_code, self.raw_headers
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        end = DONE
+        try:
+            async for events in self._events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        except APIError as error:
+            end = event(error.body()) + DONE
+        except Exception as error:
+            end = event(server_fault(error).body()) + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def unless_gone(

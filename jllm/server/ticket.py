@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from jllm.outputs import RequestOutput
 from jllm.server.errors import APIError
@@ -42,17 +42,16 @@ class Ticket:
         while not self._accepted:
             await self._something()
 
-    async def __aiter__(self) -> AsyncIterator[News]:
-        """What came since it was last asked, never empty, until all prompts have ended.
+    async def news(self) -> News:
+        """What came since it was last asked, waiting for it if that is nothing; empty when all
+        prompts have ended.
 
         Raises APIError when the engine fails.
         """
-        while self._news or not self.finished:
-            if not self._news:
-                await self._something()
-                continue
-            news, self._news = self._news, []
-            yield news
+        while not self._news and not self.finished:
+            await self._something()
+        news, self._news = self._news, []
+        return news
 
     def close(self) -> None:
         """Aborts what is unfinished. Closing again does nothing."""
