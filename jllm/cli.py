@@ -1,4 +1,4 @@
-"""The command line: ``python -m jllm generate | chat | bench``."""
+"""The command line: ``python -m jllm generate | chat | serve | bench``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jllm
 from jllm.api import chat_prompt
 from jllm.params import DTYPES
+from jllm.server import arguments as serve_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system message to begin with")
     _add_model_options(chat, max_tokens=512)
     chat.set_defaults(run=_chat)
+    serve = commands.add_parser(
+        "serve", help="an OpenAI-compatible server", formatter_class=show_defaults
+    )
+    serve_arguments.add_options(serve)
+    serve.set_defaults(run=serve_arguments.run)
     commands.add_parser("bench", help="benchmarks: see jllm bench --help", add_help=False)
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 _compiles = 0
+_compile_s = 0.0
 
 
 def compiles_so_far() -> int:
@@ -17,11 +18,19 @@ def compiles_so_far() -> int:
     return _compiles
 
 
+def compile_seconds_so_far() -> float:
+    """How long that took, in seconds. Counting begins with the first question."""
+    _listen_for_compiles()
+    return _compile_s
+
+
 @functools.cache
 def _listen_for_compiles() -> None:
     def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        global _compiles
-        _compiles += event == "/jax/core/compile/backend_compile_duration"
+        global _compiles, _compile_s
+        if event == "/jax/core/compile/backend_compile_duration":
+            _compiles += 1
+            _compile_s += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listener)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["CompletionOutput", "Logprob", "RequestOutput"]
+__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "RequestTimes"]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -43,6 +43,23 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When things happened to a request, in seconds of ``time.monotonic()``.
+
+    Attributes:
+      arrived: it was added to the engine.
+      admitted: the first of its samples began to run; None if none did.
+      first_token: the first token arrived on the host; None if none did.
+      finished: the last of its samples ended.
+    """
+
+    arrived: float
+    admitted: float | None
+    first_token: float | None
+    finished: float
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A request's prompt and its samples.
@@ -56,6 +73,8 @@ class RequestOutput:
       prompt_logprobs: per token of the prompt its Logprob and the likeliest alternatives', by
         id; None for the first token, which nothing precedes. None unless asked for; of streamed
         outputs only the first with a token has it.
+      num_cached_tokens: how many tokens of the prompt were found in the prefix cache.
+      times: when it came, began and ended; None before it has finished.
     """
 
     request_id: str
@@ -64,3 +83,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    times: RequestTimes | None = None

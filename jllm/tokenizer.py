@@ -128,7 +128,9 @@ class Tokenizer:
                 f"The text has a lone surrogate, {text[error.start]!r}, at position {error.start}; "
                 "only valid Unicode can be encoded."
             ) from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one, for which the library lets go of the GIL: a text of 1 MB takes half a
+        # second, and other threads must not stand still.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(
         self,

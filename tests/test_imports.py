@@ -243,8 +243,8 @@ def test_a_right_import_is_accepted(module: str, source: str) -> None:
 
 def test_importing_jllm_loads_nothing_heavy_that_it_may_not_need() -> None:
     heavy = "aiohttp fastapi gguf huggingface_hub jinja2 llguidance matplotlib"
-    heavy += " torch transformers triton uvicorn"
-    code = f"import jllm, sys; print(*[m for m in {heavy.split()} if m in sys.modules])"
+    heavy += " openai orjson prometheus_client pydantic torch transformers triton uvicorn"
+    code = f"import jllm.cli, sys; print(*[m for m in {heavy.split()} if m in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

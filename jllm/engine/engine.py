@@ -8,6 +8,7 @@ when every step that holds a row of it was collected.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -112,6 +113,7 @@ class Engine:
         self._clock = StepClock()
         self._log = PeriodicLog(c.stats_interval_s)
         self._steps = 0
+        self._step_tokens = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
 
@@ -297,6 +299,7 @@ class Engine:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             num_steps=self._steps,
+            step_tokens=self._step_tokens,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             num_compiles=self._runner.num_compiles,
@@ -333,6 +336,7 @@ class Engine:
             results = self._runner.sample(plan, forwarded, masks)
         self._in_flight.append(InFlight(results, plan))
         self._steps += 1
+        self._step_tokens += len(schedule.decode) + schedule.num_prefill_tokens
         return updated
 
     def _masks(self, plan: Plan) -> NDArray[np.uint32] | None:
@@ -357,6 +361,7 @@ class Engine:
             results = self._runner.collect(dispatched)
         self._note_prompt_logprobs(results, plan)
         tokens = results.tokens.tolist()
+        now = time.monotonic()
         updated = {}
         for index, request, samples in plan.rows:
             request.in_flight -= 1
@@ -372,6 +377,8 @@ class Engine:
                 completion.push(tokens[index], logprobs)
                 if not was_finished:
                     self._generated_tokens += 1
+                    if group.first_token is None:
+                        group.first_token = now
                     updated[group.request_id] = group
             if request.finished:
                 self._retire(request)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from jllm.engine.completion import Completion
 from jllm.engine.logprobs import PromptLogprobs
-from jllm.outputs import Logprob, RequestOutput
+from jllm.outputs import Logprob, RequestOutput, RequestTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +21,7 @@ class Group:
       completions: one for each sample, by index.
       prompt_logprobs: the prompt's, until they were reported; None if not asked for.
       stream: report what is new as it comes, or the whole at the end.
+      arrived, first_token: when it was made, and when its first token arrived on the host.
     """
 
     request_id: str
@@ -28,6 +30,8 @@ class Group:
     completions: list[Completion]
     prompt_logprobs: PromptLogprobs | None
     stream: bool
+    arrived: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -49,6 +53,14 @@ class Group:
             parts,
             finished,
             self._take_prompt_logprobs(),
+            self.completions[0].request.num_cached,
+            self._times() if finished else None,
+        )
+
+    def _times(self) -> RequestTimes:
+        began = [c.request.admitted for c in self.completions if c.request.admitted is not None]
+        return RequestTimes(
+            self.arrived, min(began, default=None), self.first_token, time.monotonic()
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

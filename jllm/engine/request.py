@@ -46,6 +46,7 @@ class Request:
         request was running, since its KV may be of older weights.
       preempted: it has been sent back to the queue before.
       num_cached: prompt tokens found in the prefix cache when it was first admitted.
+      admitted: when that was, in seconds of ``time.monotonic()``; None before.
       in_flight: dispatched steps that hold a row of this request.
       finish_reason, stop_reason: why it ended; set once, blocks are freed when in_flight is 0.
     """
@@ -68,6 +69,7 @@ class Request:
     shareable: bool = True
     preempted: bool = False
     num_cached: int = 0
+    admitted: float | None = None
     in_flight: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

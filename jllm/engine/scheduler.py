@@ -15,6 +15,7 @@ and the whole pool can hold any request, so the first always comes to its end.
 from __future__ import annotations
 
 import bisect
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -263,6 +264,8 @@ class Scheduler:
             self.counters.prefix_queries += request.num_known
             self.counters.prefix_hits += found
             request.num_cached = found
+        if request.admitted is None:
+            request.admitted = time.monotonic()
         request.resident = request.num_known
         bisect.insort(self.running, request, key=self._policy)
         return True

@@ -25,6 +25,7 @@ class EngineStats:
       prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
         What a preempted request recomputes or finds again counts as neither.
       num_steps: steps dispatched.
+      step_tokens: tokens that they ran: of prompts, recomputed ones too, and one per decode row.
       prompt_tokens: prompt tokens of requests that were started.
       generated_tokens: tokens that arrived on the host.
       num_compiles: programs compiled (or read from the compilation cache) by steps.
@@ -41,6 +42,7 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     num_steps: int
+    step_tokens: int
     prompt_tokens: int
     generated_tokens: int
     num_compiles: int

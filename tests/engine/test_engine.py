@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import jax
@@ -318,3 +319,31 @@ def test_what_can_never_run_is_refused_at_once(
 def test_a_config_that_cannot_work_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jllm.Engine(tiny_model(), jllm.EngineConfig(**options))  # type: ignore[arg-type]
+
+
+def test_an_output_says_when_its_request_ran_and_what_the_cache_spared() -> None:
+    with engine() as e:
+        prompt = random_prompts([40])[0]
+        before = time.monotonic()
+        e.add_request(prompt, greedy_params(3))
+        unfinished = e.step() + e.step()
+        assert all(output.times is None for output in unfinished if not output.finished)
+        (first,) = run(e).values()
+        e.add_request(prompt, greedy_params(3))
+        (second,) = run(e).values()
+        times = first.times
+        assert times is not None and times.admitted is not None and times.first_token is not None
+        marks = [before, times.arrived, times.admitted, times.first_token, times.finished]
+        assert marks == sorted(marks) and marks[-1] <= time.monotonic()
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)  # two whole blocks
+        # Each ran its prompt but for what was cached, and its first two tokens; the last is not.
+        assert e.stats().step_tokens == 40 + 2 + 8 + 2
+
+
+def test_the_times_of_a_request_that_never_ran_say_so() -> None:
+    with engine() as e:
+        request_id = e.add_request([5, 6])
+        e.abort(request_id)
+        (output,) = e.step()
+        assert output.times is not None
+        assert output.times.admitted is None and output.times.first_token is None

@@ -1,0 +1,152 @@
+"""From a request's fields to the SamplingParams of each of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jllm.sampling_params import SamplingParams
+from jllm.server.errors import bad_request, from_value_error
+from jllm.server.protocol import Generation
+from jllm.server.served import Served, TokenPrompt
+
+# What cannot be done yet, or will not: better refused than left out.
+UNSUPPORTED = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "logits_processors",
+)
+
+
+def check_generation(body: Generation, served: Served) -> None:
+    """Raises APIError for what no prompt could make right."""
+    served.check_model(body.model)
+    if body.n > served.options.max_n:
+        raise bad_request(f"n must be at most {served.options.max_n}, not {body.n}.", "n")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
+    keep = body.truncate_prompt_tokens
+    if keep is not None and keep < 1 and keep != -1:
+        raise bad_request(
+            f"truncate_prompt_tokens must be at least 1, or -1, not {keep}.",
+            "truncate_prompt_tokens",
+        )
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_request(
+            f"response_format of type {body.response_format.type!r} is not supported, only 'text'.",
+            "response_format",
+        )
+    for name in UNSUPPORTED:
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name} is not supported.", name)
+    if body.use_beam_search:
+        raise bad_request("use_beam_search is not supported.", "use_beam_search")
+
+
+def tokens_to_keep(body: Generation, served: Served) -> int | None:
+    """How many of a prompt's last tokens ``truncate_prompt_tokens`` keeps; None keeps all."""
+    if body.truncate_prompt_tokens == -1:  # what leaves room for the output
+        return max(1, served.max_model_len - (body.output_limit or 1))
+    return body.truncate_prompt_tokens
+
+
+def sampling_params(
+    body: Generation,
+    served: Served,
+    prompts: Sequence[TokenPrompt],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> list[SamplingParams]:
+    """The options of each prompt.
+
+    Args:
+      max_tokens: most tokens to generate, if the request says.
+      default_max_tokens: otherwise, or fewer if fewer fit; None for as many as fit.
+      logprobs, prompt_logprobs: as in SamplingParams.
+
+    Raises:
+      APIError: 400 for an option out of its range, and for a prompt that does not fit.
+    """
+    for prompt in prompts:
+        _check_length(len(prompt.ids), max_tokens, served.max_model_len)
+    defaults = served.options.sampling_defaults
+    try:
+        params = SamplingParams(
+            n=body.n,
+            temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
+            top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
+            top_k=int(_first(body.top_k, defaults.get("top_k"), 0)),
+            min_p=body.min_p,
+            seed=body.seed,
+            max_tokens=default_max_tokens if max_tokens is None else max_tokens,
+            min_tokens=body.min_tokens,
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            ignore_eos=body.ignore_eos,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_logit_bias(body.logit_bias),
+            allowed_token_ids=body.allowed_token_ids,
+            bad_words=body.bad_words,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=body.skip_special_tokens,
+            spaces_between_special_tokens=body.spaces_between_special_tokens,
+            priority=body.priority,
+        )
+        if max_tokens is not None:
+            return [params] * len(prompts)
+        return [_fitted(params, served.max_model_len - len(prompt.ids)) for prompt in prompts]
+    except ValueError as error:
+        raise from_value_error(error) from error
+
+
+def _fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """The params with fewer tokens where the default asks for more than fit."""
+    if params.max_tokens is not None and params.max_tokens > room:
+        return replace(params, max_tokens=room)
+    return params
+
+
+def _check_length(num_prompt: int, asked: int | None, limit: int) -> None:
+    if num_prompt + (asked or 1) > limit:
+        # Clients tell this error by its words: LiteLLM by "this model's maximum context length
+        # is", LangChain by "prompt is too long" or by the code.
+        wanted = "at least 1" if asked is None else asked
+        raise bad_request(
+            f"prompt is too long: This model's maximum context length is {limit} tokens. However, "
+            f"you requested {wanted} output tokens and your prompt contains {num_prompt} input "
+            "tokens.",
+            "prompt",
+            "context_length_exceeded",
+        )
+
+
+def _first(asked: float | None, default: float | None, otherwise: float) -> float:
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are strings."""
+    if bias is None:
+        return None
+    ids = {}
+    for token, value in bias.items():
+        try:
+            ids[int(token)] = value
+        except ValueError:
+            message = f"logit_bias has the key {token!r:.80}, which is no token id."
+            raise bad_request(message, "logit_bias") from None
+    return ids
