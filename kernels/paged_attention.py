@@ -54,8 +54,8 @@ class Launch(NamedTuple):
     least: int = 1
 
 
-DECODE = Launch(rows=16, context=64, num_warps=2, num_stages=3, programs=132 * 8)
-PREFILL = Launch(rows=128, context=64, num_warps=8, num_stages=3, programs=132 * 2, least=4)
+DECODE = Launch(rows=16, context=16, num_warps=1, num_stages=3, programs=132 * 8)
+PREFILL = Launch(rows=128, context=64, num_warps=4, num_stages=3, programs=132 * 2, least=4)
 # float32 is multiplied outside the tensor cores, in code that grows with the tile.
 DECODE_FLOAT32 = Launch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
 PREFILL_FLOAT32 = Launch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
