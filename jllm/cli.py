@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -46,31 +47,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--prompt", required=True, help="text to go on from")
     generate.add_argument("--chat", action="store_true", help="treat the prompt as a chat message")
-    _add_model_options(generate, max_tokens=128)
+    _add_model_options(generate)
+    _add_sampling_options(generate, max_tokens=128)
     generate.set_defaults(run=_generate)
     chat = commands.add_parser(
         "chat", help="talk with a model; an empty line ends it", formatter_class=show_defaults
     )
     chat.add_argument("--system", help="a system message to begin with")
-    _add_model_options(chat, max_tokens=512)
+    _add_model_options(chat)
+    _add_sampling_options(chat, max_tokens=512)
     chat.set_defaults(run=_chat)
     serve = commands.add_parser(
         "serve", help="an OpenAI-compatible server", formatter_class=show_defaults
     )
+    _add_model_options(serve)
     serve_arguments.add_options(serve)
-    serve.set_defaults(run=serve_arguments.run)
+    serve.set_defaults(run=functools.partial(serve_arguments.run, load=_load))
     commands.add_parser("bench", help="benchmarks: see jllm bench --help", add_help=False)
     return parser
 
 
-def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    defaults = jllm.SamplingParams()
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help="a folder, a .gguf file, a hub name, or a packaged model"
     )
     option = parser.add_argument
     option("--dtype", choices=DTYPES, help="of the weights; float32 on a CPU, bfloat16 on a GPU")
     option("--tensor-parallel", type=int, default=1, metavar="N", help="devices to split it over")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    defaults = jllm.SamplingParams()
+    option = parser.add_argument
     option("--max-tokens", type=int, default=max_tokens, help="most tokens to generate")
     option("--temperature", type=float, default=0.0, help="0 is greedy")
     option("--top-k", type=int, default=defaults.top_k, help="draw among the k likeliest; 0: all")

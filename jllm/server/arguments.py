@@ -8,12 +8,11 @@ import json
 import logging
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jllm
-from jllm.params import DTYPES
 from jllm.weights import hub
 
 DEFAULTS_KEPT = ("temperature", "top_p", "top_k")  # of generation_config.json
@@ -21,9 +20,6 @@ DEFAULTS_KEPT = ("temperature", "top_p", "top_k")  # of generation_config.json
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the server, then a flag for each field of EngineConfig."""
-    option = parser.add_argument
-    option("--model", required=True, help="a folder, a .gguf file, a hub name or a packaged model")
-    option("--dtype", choices=DTYPES, help="of the weights; float32 on a CPU, bfloat16 on a GPU")
     group = parser.add_argument_group("server")
     option = group.add_argument
     option("--host", default="127.0.0.1", help="0.0.0.0 serves other machines too")
@@ -52,8 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         engine.add_argument(flag, default=field.default, help=shown, **_kind(hints[field.name]))
 
 
-def run(options: argparse.Namespace) -> None:
-    """Loads the model and serves it until the process is told to stop.
+def run(options: argparse.Namespace, load: Callable[[argparse.Namespace], jllm.Params]) -> None:
+    """Serves the model that ``load`` gives until the process is told to stop.
 
     Raises ValueError or FileNotFoundError for a model or options that cannot be served.
     """
@@ -80,9 +76,9 @@ def run(options: argparse.Namespace) -> None:
         access_log=options.access_log,
     )
     config = engine_config(options)
-    params = jllm.load(options.model, dtype=options.dtype)
+    server = Server(jllm.Engine(load(options), config), server_options)
     try:
-        Server(jllm.Engine(params, config), server_options).run()
+        server.run()
     except OSError as error:
         raise ValueError(f"Cannot listen on {options.host}:{options.port}: {error}.") from error
 
@@ -120,7 +116,12 @@ def _sampling_defaults(options: argparse.Namespace) -> Mapping[str, float]:
     if options.generation_config == "none":
         return {}
     file = hub.locate(options.model) / "generation_config.json"
-    recommended = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        recommended = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} holds no JSON object: {error}.") from error
     defaults = {
         name: recommended[name] for name in DEFAULTS_KEPT if recommended.get(name) is not None
     }

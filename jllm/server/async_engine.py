@@ -14,13 +14,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jllm
-from jllm.outputs import RequestOutput
 from jllm.sampling_params import SamplingParams
 from jllm.server.errors import APIError, from_value_error, server_fault
+from jllm.server.jobs import Job, Part
 from jllm.server.metrics import Metrics
 from jllm.server.ticket import Ticket
 
@@ -31,30 +30,6 @@ CLOSE_TIMEOUT_S = 10.0  # for the step under way; compiling cannot be interrupte
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]
 State = Literal["loading", "ready", "stuck", "dead"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Prompts of one HTTP request, of which the engine takes all or none."""
-
-    ticket: Ticket
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    name: str
-    cache_salt: str | None
-    stream: bool
-
-
-class Part:
-    """One prompt in the engine: whose it is, and what came of its samples so far."""
-
-    def __init__(self, ticket: Ticket, index: int, params: SamplingParams) -> None:
-        self.ticket = ticket
-        self.index = index
-        self.params = params
-        self.counts = [0] * params.n  # tokens
-        self.reasons = [""] * params.n
-        self.last_news: float | None = None
 
 
 class AsyncEngine:
@@ -232,7 +207,7 @@ class AsyncEngine:
 
     def _take(self, job: Job) -> None:
         try:
-            self._check_queue(sum(params.n for params in job.params))
+            self._check_queue(job.num_samples)
             for index, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
                 name = self._engine.add_request(
                     prompt,
@@ -279,24 +254,9 @@ class AsyncEngine:
             part = self._parts.get(output.request_id)
             if part is not None:  # else it was dropped
                 self._news.append((part.ticket.push, (part.index, output)))
-                self._note(part, output, now)
-
-    def _note(self, part: Part, output: RequestOutput, now: float) -> None:
-        if part.last_news is not None:
-            self._metrics.token_gap(now - part.last_news)
-        part.last_news = now
-        for sample in output.outputs:
-            part.counts[sample.index] += len(sample.token_ids)
-            part.reasons[sample.index] = sample.finish_reason or ""
-        if output.times is not None:
-            del self._parts[output.request_id]
-            self._metrics.request_finished(
-                part.params,
-                len(output.prompt_token_ids),
-                part.counts,
-                part.reasons,
-                output.times,
-            )
+                part.note(output, now, self._metrics)
+                if output.finished:
+                    del self._parts[output.request_id]
 
     def _publish_stats(self) -> None:
         self._metrics.engine_stats(self._engine.stats())

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jllm.sampling_params import SamplingParams
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -61,3 +63,7 @@ class ServerOptions:
         unknown = self.sampling_defaults.keys() - {"temperature", "top_p", "top_k"}
         if unknown:
             raise ValueError(f"sampling_defaults cannot set {', '.join(sorted(unknown))}.")
+        try:
+            SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]  # what it checks
+        except ValueError as error:
+            raise ValueError(f"sampling_defaults are wrong: {error}") from error

@@ -125,7 +125,6 @@ class Served:
         options: TemplateOptions,
         *,
         add_special_tokens: bool,
-        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation; raises APIError 400 if the template cannot or will not
         write it."""
@@ -150,7 +149,6 @@ class Served:
                 eos_token=tokenizer.eos_token,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                tools=tools,
                 **options.chat_template_kwargs,
             )
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -135,6 +135,26 @@ def test_a_mistake_ends_it_with_one_sentence(
     assert error.startswith("jllm: ") and message in error
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param("{", "no JSON object", id="broken"),
+        pytest.param("[1]", "no JSON object", id="list"),
+        pytest.param('{"top_p": "high"}', "top_p must be a number", id="type"),
+        pytest.param('{"temperature": -1}', "temperature must be in", id="range"),
+    ],
+)
+def test_a_damaged_generation_config_is_found_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    config = hf_config()
+    write_folder(tmp_path, config, hf_tensors(config))
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
 def test_every_field_of_the_engines_config_has_a_flag() -> None:
     parser = argparse.ArgumentParser()
     arguments.add_options(parser)
@@ -156,7 +176,7 @@ def test_every_field_of_the_engines_config_has_a_flag() -> None:
         stats_interval_s=2.5,
     )
     assert given.keys() == {field.name for field in dataclasses.fields(jllm.EngineConfig)}
-    line = ["--model", "m"]
+    line = []
     for name, value in given.items():
         flag = name.replace("_", "-")
         if value is False:
@@ -165,4 +185,4 @@ def test_every_field_of_the_engines_config_has_a_flag() -> None:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             line += ["--" + flag, text]
     assert arguments.engine_config(parser.parse_args(line)) == jllm.EngineConfig(**given)
-    assert arguments.engine_config(parser.parse_args(line[:2])) == jllm.EngineConfig()
+    assert arguments.engine_config(parser.parse_args([])) == jllm.EngineConfig()

@@ -232,6 +232,19 @@ def test_an_exception_that_is_a_bug_fails_only_its_own_request(
         assert good.result().status_code == 200 and running.health() == 200
 
 
+def test_a_name_can_be_used_again_at_once_after_hanging_up() -> None:
+    with Running() as running:
+        running.obstacle.pause_s = 0.02
+        body = {**ENDLESS, "request_id": "same", "stream": True}
+        url = running.server.url + COMPLETIONS
+        for _ in range(5):
+            with httpx2.stream("POST", url, json=body, timeout=60) as answer:
+                next(answer.iter_raw())
+        running.obstacle.pause_s = 0.0
+        last = running.post(request_id="same").result()
+        assert last.json()["usage"]["completion_tokens"] == 250
+
+
 def test_a_taken_port_is_an_error_at_once(live: Server) -> None:
     port = int(live.url.rpartition(":")[2])
     with make_engine() as engine, pytest.raises(OSError):
