@@ -53,28 +53,36 @@ class Structured:
             raise ValueError(
                 f"Structured.json_object must be True or False, not {self.json_object!r}."
             )
-        names = [field.name for field in fields(self)]
-        given = [name for name in names if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
+            names = ", ".join(field.name for field in fields(self))
             raise ValueError(
-                f"Structured must have exactly one of {', '.join(names)}, "
-                f"not {' and '.join(given) or 'none'}."
+                f"Structured must have exactly one of {names}, not {' and '.join(given) or 'none'}."
             )
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _as_json(self.json_schema))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        value = getattr(self, given[0])
-        if given[0] in ("regex", "grammar") and not isinstance(value, str):
-            raise ValueError(f"Structured.{given[0]} must be a string, not {value!r}.")
+        value = getattr(self, self.kind)
+        if self.kind in ("regex", "grammar") and not isinstance(value, str):
+            raise ValueError(f"Structured.{self.kind} must be a string, not {value!r}.")
         texts = value if isinstance(value, tuple) else [value] if isinstance(value, str) else []
         for text in texts:
-            _check_unicode(given[0], text)
+            _check_unicode(self.kind, text)
         if sum(map(len, texts)) > MAX_CHARS:
             raise ValueError(
-                f"Structured.{given[0]} has {sum(map(len, texts))} characters; at most "
+                f"Structured.{self.kind} has {sum(map(len, texts))} characters; at most "
                 f"{MAX_CHARS} are allowed."
             )
+
+    @property
+    def kind(self) -> str:
+        """Which field is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        names = [field.name for field in fields(self)]
+        return [name for name in names if getattr(self, name) not in (None, False)]
 
 
 def _as_json(schema: Any) -> str:

@@ -53,8 +53,6 @@ def triton_call(
     num_warps: int,
     num_stages: int,
     in_place: Sequence[int] = (),
-    flops: float = 0.0,
-    bytes_accessed: float = 0.0,
     **constants: Any,
 ) -> Any:
     """Launches a Triton kernel inside a jitted function.
@@ -67,7 +65,6 @@ def triton_call(
       num_warps, num_stages: of the launch.
       in_place: places in ``arrays`` of those that the kernel updates; nothing is copied if the
         array is donated or a temporary.
-      flops, bytes_accessed: what one launch does, shown by profilers.
       constants: the kernel's constexprs, by name.
 
     Returns:
@@ -84,8 +81,6 @@ def triton_call(
     options: dict[str, Any] = {"backend_options": BACKEND_OPTIONS}
     if jax.default_backend() != "gpu":
         options["compute_capability"] = HOPPER  # compiled ahead for a GPU that is not here
-    if flops or bytes_accessed:
-        options["cost_estimate"] = {"flops": int(flops), "bytes_accessed": int(bytes_accessed)}
     refs = {index: jax.new_ref(arrays[index]) for index in in_place}
     outputs = _jax_triton().triton_call(
         *(refs.get(index, array) for index, array in enumerate(arrays)),

@@ -94,9 +94,8 @@ class Grammars:
             self._read_vocabulary()
 
     def masks(self, num_rows: int, rows: Sequence[tuple[int, Matcher]]) -> NDArray[np.uint32]:
-        """Which tokens may come next, (B, V32): bit v % 32 of word v // 32 stands for token v.
-        V32 is V / 32 rounded up; every token is allowed in rows without a matcher."""
-        masks = np.full((num_rows, -(-self._vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        """Which tokens may come next, as ``all_allowed``, which rows without a matcher get."""
+        masks = all_allowed(num_rows, self._vocab_size)
         assert self._executor is not None
         self._executor.unsafe_compute_mask_ptr(
             [(matcher._matcher, row) for row, matcher in rows],
@@ -131,8 +130,7 @@ class Grammars:
             begin_with_space = self._tokenizer.spelling.strips_first_space
             return compile_grammar(form, vocabulary, begin_with_space=begin_with_space)
         except ValueError as error:
-            name = next(n for n in vars(form) if getattr(form, n) not in (None, False))
-            raise ValueError(f"Structured.{name} cannot be used: {error}") from error
+            raise ValueError(f"Structured.{form.kind} cannot be used: {error}") from error
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance
@@ -146,6 +144,12 @@ class Grammars:
                     tokens, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
                 )
             return self._vocabulary
+
+
+def all_allowed(num_rows: int, vocab_size: int) -> NDArray[np.uint32]:
+    """Masks (B, V32) that allow every token: bit v % 32 of word v // 32 stands for token v. V32 is
+    V / 32 rounded up."""
+    return np.full((num_rows, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
 
 
 class _Vocabulary:

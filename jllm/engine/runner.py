@@ -18,6 +18,7 @@ from jllm.compilation import compiles_so_far, use_compilation_cache
 from jllm.config import EngineConfig
 from jllm.engine import step
 from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
+from jllm.engine.grammar import all_allowed
 from jllm.engine.planner import Entry, Plan
 from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
@@ -111,6 +112,7 @@ class Runner:
 
         Raises ValueError naming the first array whose shape or dtype differs.
         """
+        check_params(params)
         if _same_arrays(self._given, params):
             return False
         new = self._place(params)
@@ -130,7 +132,6 @@ class Runner:
         """The params as every step takes them, without their tokenizer: strongly typed arrays
         committed to the devices. JAX compiles a program again for arguments that differ from those
         before in one of these, and must not for a difference in tokenizers."""
-        check_params(params)
         with jax.set_mesh(None):
             params = jax.tree.map(_strongly_typed, dataclasses.replace(params, tokenizer=None))
             if self._mesh is not None:
@@ -227,8 +228,7 @@ class Runner:
         sample_plan, views = pack(sample_fields(spec.num_rows))
         views["slots"][:] = self.config.max_num_seqs
         padding = Plan(spec, plan, sampler, sample_plan, [], [], [], [], None)
-        words = -(-self.params.config.vocab_size // 32)
-        masks = np.full((spec.num_rows, words), 0xFFFFFFFF, np.uint32) if masked else None
+        masks = all_allowed(spec.num_rows, self.params.config.vocab_size) if masked else None
         self.collect(self.sample(padding, self.forward(padding), masks))
 
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:

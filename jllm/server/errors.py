@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 logger = logging.getLogger("jllm.server")
 
 MAX_MESSAGE = 2000  # characters: a message may quote what a request sent
+FAULT = "The server failed on this request; its log says how."
 
 TYPES = {
     400: "BadRequestError",
@@ -92,7 +93,7 @@ def from_value_error(error: ValueError) -> APIError:
 def server_fault(error: BaseException) -> APIError:
     """Status 500 for a bug, whose traceback goes to the log and not to the client."""
     logger.error("A request failed.", exc_info=error)
-    return APIError(500, "The server failed on this request; its log says how.")
+    return APIError(500, FAULT)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -134,4 +135,4 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     # The traceback is logged by whoever catches it next.
-    return APIError(500, "The server failed on this request; its log says how.").response()
+    return APIError(500, FAULT).response()
