@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jllm.bench import compare, kernels, report, serve, startup, suite
+from jllm.bench import compare, kernels, profile, report, serve, startup, suite
 
 
 class Command(NamedTuple):
@@ -36,6 +36,7 @@ COMMANDS = {
     ),
     "serve": Command("load on an OpenAI-compatible server", serve.add_options, serve.main),
     "kernels": Command("each op on its real shapes", kernels.add_options, kernels.main),
+    "profile": Command("kernels of a decode step", profile.add_options, profile.main),
     "startup": Command("cold and warm start", startup.add_options, startup.main),
     "compare": Command("ratios of two result files", compare.add_options, compare.main),
     "report": Command("one page from result files", report.add_options, report.main),

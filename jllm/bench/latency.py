@@ -55,14 +55,12 @@ def measure(session: Session, spec: LatencyRow) -> Row:
         "warm_up_runs": short.discarded + (long.discarded if long else 0),
         "preemptions": max(r.preemptions for r in (*short.runs, *(long.runs if long else ()))),
     }
-    config, gpu, itemsize = session.model_config, session.hardware, session.itemsize
     seconds = [r.seconds for r in short.runs]
     if long is not None:
         extra = spec.new_tokens - 1
         pairs = zip(long.runs, short.runs, strict=False)
         values = [(a.seconds - b.seconds) / extra * 1e3 for a, b in pairs]
-        mean = spec.context + spec.new_tokens / 2
-        limit = gpu and roofline.decode_step_s(config, gpu, spec.batch, mean, itemsize) * 1e3
+        limit = decode_limit_ms(session, spec.batch, spec.context + spec.new_tokens / 2)
         detail |= {
             "new_tokens": spec.new_tokens,
             "seconds_with_new_tokens": statistics.median(r.seconds for r in long.runs),
@@ -71,7 +69,10 @@ def measure(session: Session, spec: LatencyRow) -> Row:
         }
         what, unit = "time per output token of each of the batch", "ms"
     else:
-        limit = gpu and roofline.prefill_s(config, gpu, spec.batch, spec.context, itemsize=itemsize)
+        limit = None
+        if gpu := session.hardware:
+            config, itemsize = session.model_config, session.itemsize
+            limit = roofline.prefill_s(config, gpu, spec.batch, spec.context, itemsize=itemsize)
         tokens = spec.batch * spec.context
         what, unit, values = "all prompts prefilled, one token drawn for each", "s", seconds
         if spec.measure == "prefill_rate":
@@ -90,6 +91,15 @@ def measure(session: Session, spec: LatencyRow) -> Row:
         step=(long or short).runs[0].step,
         detail=detail,
     )
+
+
+def decode_limit_ms(session: Session, batch: int, context: float) -> float | None:
+    """The hardware's limit for a decode step, if the hardware is known."""
+    if session.hardware is None:
+        return None
+    itemsize = session.itemsize
+    limit = roofline.decode_step_s(session.model_config, session.hardware, batch, context, itemsize)
+    return limit * 1e3
 
 
 def _runs(session: Session, spec: LatencyRow, new_tokens: int) -> Repeated:

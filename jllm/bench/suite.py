@@ -178,23 +178,7 @@ def run_rows(benchmark: str, options: argparse.Namespace, rows: Sequence[BenchRo
     """Measures rows one after the other; one that fails or comes too late is listed as skipped."""
     began = time.monotonic()
     deadline = None if options.time_limit_s is None else began + options.time_limit_s
-    env = environment(options.arguments, options.commit, device=True)
-    model = load_model(options)
-    session = Session(options, model, env["gpu"], deadline)
-    result = Result(
-        benchmark,
-        model.name,
-        model.weights,
-        str(model.params.dtype),
-        env,
-        settings={
-            "seed": options.seed,
-            "tp": options.tp,
-            "load_s": time.monotonic() - began,
-            "engines": [],
-        },
-        hardware=session.hardware.to_json() if session.hardware else None,
-    )
+    result, session = begin(benchmark, options, deadline)
     for spec in _grouped(rows):
         if deadline is not None and time.monotonic() > deadline:
             result.skipped[spec.name] = f"the time limit of {options.time_limit_s:g} s had passed"
@@ -223,6 +207,31 @@ def run_rows(benchmark: str, options: argparse.Namespace, rows: Sequence[BenchRo
         print(f"skipped {name}: {why}", file=sys.stderr)
     result.finish(options.out)
     return result
+
+
+def begin(
+    benchmark: str, options: argparse.Namespace, deadline: float | None = None
+) -> tuple[Result, Session]:
+    """Loads the model; an empty record and a session to fill it."""
+    began = time.monotonic()
+    env = environment(options.arguments, options.commit, device=True)
+    model = load_model(options)
+    session = Session(options, model, env["gpu"], deadline)
+    result = Result(
+        benchmark,
+        model.name,
+        model.weights,
+        str(model.params.dtype),
+        env,
+        settings={
+            "seed": options.seed,
+            "tp": options.tp,
+            "load_s": time.monotonic() - began,
+            "engines": [],
+        },
+        hardware=session.hardware.to_json() if session.hardware else None,
+    )
+    return result, session
 
 
 def _note_engine(result: Result, config: EngineConfig, row: str) -> None:

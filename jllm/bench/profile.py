@@ -1,0 +1,164 @@
+"""What a decode step is made of: its kernels, by name, and how long the device is busy in it.
+
+The step is timed as it is served. Then a few steps more are traced: XLA launches their kernels one
+by one meanwhile, so durations are each kernel's own, but the pauses between them are the trace's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jllm.bench.arguments import int_list, positive
+from jllm.bench.datasets import random_workload
+from jllm.bench.latency import decode_limit_ms
+from jllm.bench.models import add_engine_options, add_model_options
+from jllm.bench.results import Row, add_record_options, row
+from jllm.bench.rows import LatencyRow
+from jllm.bench.runs import StepParts, step_times
+from jllm.bench.session import Session
+from jllm.bench.suite import begin
+from jllm.engine.engine import Engine
+from jllm.sampling_params import SamplingParams
+
+SETTLING = 16  # steps before the clock starts
+
+
+class Kernel(NamedTuple):
+    """All launches of kernels of one name."""
+
+    name: str
+    launches_per_step: float
+    us_per_step: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_engine_options(parser)
+    parser.add_argument("--batch-sizes", type=int_list, metavar="N,N", default=(1, 64))
+    parser.add_argument("--context", type=positive, default=1024, help="tokens of each prompt")
+    parser.add_argument("--steps", type=positive, default=64, help="that are timed (default 64)")
+    parser.add_argument("--traced", type=positive, default=8, help="steps traced (default 8)")
+    parser.add_argument("--top", type=positive, default=20, help="kernel names printed")
+    add_record_options(parser)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Profiles every batch size and prints its kernels, the most expensive first."""
+    result, session = begin("profile", options)
+    for batch in options.batch_sizes:
+        name = f"step_ms_B{batch}_ctx{options.context}"
+        result.rows[name] = measured = measure(session, name, batch)
+        print(table(name, measured, options.top))
+        result.write(options.out)
+    session.close()
+    if options.out:
+        result.finish(options.out)
+    return 0
+
+
+def measure(session: Session, name: str, batch: int) -> Row:
+    """One batch size: the step's time as it is served, and its kernels in ``detail``."""
+    options = session.options
+    steps, traced = options.steps, options.traced
+    engine = session.engine(LatencyRow(name, "tpot", batch, options.context))
+    assert engine.config.max_num_batched_tokens
+    prefill_steps = batch * options.context // engine.config.max_num_batched_tokens + batch
+    new_tokens = prefill_steps + SETTLING + steps + traced
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    source = session.source
+    requests = random_workload(
+        batch, options.context, new_tokens, vocab_size=source.vocab_size, seed=source.seed
+    ).requests
+    for request in requests:
+        engine.add_request(request.prompt, params, stream=False)
+    _prefill(engine, batch)
+    _steps(engine, SETTLING)
+    before = engine.stats()
+    start = time.perf_counter()
+    _steps(engine, steps)
+    seconds = time.perf_counter() - start
+    after = engine.stats()
+    parts = StepParts(
+        after.plan_s - before.plan_s,
+        after.dispatch_s - before.dispatch_s,
+        after.wait_s - before.wait_s,
+    )
+    kernels = traced_kernels(engine, traced)
+    while engine.has_unfinished():
+        engine.step()
+    context = options.context + SETTLING + steps / 2
+    return row(
+        [seconds / steps * 1e3],
+        "ms",
+        "one decode step of the engine",
+        num_compiles=after.num_compiles - before.num_compiles,
+        roofline=decode_limit_ms(session, batch, context),
+        step=step_times(seconds, steps, parts),
+        detail={
+            "batch": batch,
+            "context": options.context,
+            "kernels_per_step": sum(kernel.launches_per_step for kernel in kernels),
+            "busy_ms": sum(kernel.us_per_step for kernel in kernels) / 1e3,
+            "kernels": [kernel._asdict() for kernel in kernels],
+        },
+    )
+
+
+def _prefill(engine: Engine, batch: int) -> None:
+    """Steps until every row decodes: a step then has one token a row."""
+    tokens = batch + 1
+    while tokens > batch or engine.stats().waiting:
+        before = engine.stats().step_tokens
+        engine.step()
+        tokens = engine.stats().step_tokens - before
+
+
+def _steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+def traced_kernels(engine: Engine, steps: int) -> list[Kernel]:
+    """Steps the engine under JAX's profiler; its GPU kernels, the most expensive first. None on
+    a CPU."""
+    trace = jax.profiler.ProfileOptions()
+    trace.python_tracer_level = trace.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=trace):
+            _steps(engine, steps)
+        data = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
+        launches: Counter[str] = Counter()
+        us: Counter[str] = Counter()
+        for plane in data.planes:
+            if not plane.name.startswith("/device:GPU:0"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue  # what the profiler derives from the streams
+                for event in line.events:
+                    name = re.sub(r"(_\d+)+$", "", event.name)  # XLA numbers what it fuses
+                    launches[name] += 1
+                    us[name] += event.duration_ns / 1e3
+    return [Kernel(name, launches[name] / steps, us[name] / steps) for name, _ in us.most_common()]
+
+
+def table(name: str, measured: Row, top: int) -> str:
+    """The kernels of a row as text."""
+    detail, step = measured.detail, measured.step or {}
+    lines = [
+        f"{name}: {measured.value:.3f} ms a step; device busy {detail['busy_ms']:.3f} ms in "
+        f"{detail['kernels_per_step']:.0f} kernels; host "
+        + ", ".join(f"{key} {value:.3f}" for key, value in step.items())
+    ]
+    for kernel in detail["kernels"][:top]:
+        us, launches = kernel["us_per_step"], kernel["launches_per_step"]
+        lines.append(f"  {us:9.1f} us {launches:6.1f} x {us / launches:7.2f} us  {kernel['name']}")
+    return "\n".join(lines)
