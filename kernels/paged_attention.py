@@ -24,38 +24,14 @@ import jax.numpy as jnp
 import triton
 
 from jllm.kernels.attention_kernels import attention_kernel, merge_kernel
+from jllm.kernels.launches import AttentionLaunch, decode_launch, prefill_launch
 from jllm.kernels.tiles import Parts, Tiles, cut, decode_tiles, owner, prefill_tiles, whole
 from jllm.kernels.triton_call import triton_call
 
 Array = jax.Array
 
 LOG2_E = 1.4426950408889634
-
-
-class Launch(NamedTuple):
-    """How an attention kernel is launched.
-
-    Attributes:
-      rows: of a tile's matrix products, Q * G of them used.
-      context: context tokens per iteration.
-      num_warps, num_stages: of Triton.
-      programs: to fill the GPU, all KV heads together; contexts are cut into parts up to there.
-      least: iterations of a part, but for short contexts.
-    """
-
-    rows: int
-    context: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    least: int = 1
-
-
-DECODE = Launch(rows=16, context=16, num_warps=1, num_stages=3, programs=132 * 8)
-PREFILL = Launch(rows=128, context=64, num_warps=4, num_stages=3, programs=132 * 2, least=4)
-# float32 is multiplied outside the tensor cores, in code that grows with the tile.
-DECODE_FLOAT32 = Launch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
-PREFILL_FLOAT32 = Launch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
+MERGE_PARTS, MERGE_WARPS = 32, 4  # parts that one query's merge reads at once
 
 
 class _Partial(NamedTuple):
@@ -76,7 +52,7 @@ def decode(
     *,
     window: int | None,
     scale: float,
-    launch: Launch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> Array:
     """Attention of one query per row, the last of its context.
 
@@ -92,7 +68,7 @@ def decode(
     """
     heads, group = q.shape[1:3]
     if launch is None:
-        launch = DECODE_FLOAT32 if q.dtype == jnp.float32 else DECODE
+        launch = decode_launch(q.shape, q.dtype)
     launch = launch._replace(rows=max(16, triton.next_power_of_2(group)))
     tiles = decode_tiles(context_lens)
     begins = _first_seen(tiles, window, launch)
@@ -119,7 +95,7 @@ def prefill(
     *,
     window: int | None,
     scale: float,
-    launch: Launch | None = None,
+    launch: AttentionLaunch | None = None,
 ) -> Array:
     """Causal attention of chunks of rows' tokens, each the last of its row's context.
 
@@ -134,7 +110,7 @@ def prefill(
     """
     num_tokens, heads, group, _ = q.shape
     if launch is None:
-        launch = PREFILL_FLOAT32 if q.dtype == jnp.float32 else PREFILL
+        launch = prefill_launch(q.dtype)
     launch = launch._replace(rows=max(launch.rows, triton.next_power_of_2(group)))
     size = min(launch.rows // group, num_tokens)
     tiles = prefill_tiles(query_start, context_lens, num_tokens, size)
@@ -153,7 +129,7 @@ def prefill(
     return _merged(out, _Partial(partial, lse, parts.first[tile], parts.number[tile], query))
 
 
-def _first_seen(tiles: Tiles, window: int | None, launch: Launch) -> Array:
+def _first_seen(tiles: Tiles, window: int | None, launch: AttentionLaunch) -> Array:
     """First context token (M,) that a tile's queries see, down to a whole iteration."""
     if window is None:
         return jnp.zeros_like(tiles.position)
@@ -171,7 +147,7 @@ def _launch(
     window: int | None,
     scale: float,
     causal: bool,
-    launch: Launch,
+    launch: AttentionLaunch,
 ) -> tuple[Array, Array, Array]:
     """``out`` (T, K, G, D) of tiles of one part, partial sums and their weights of the others."""
     heads, group, dim = q.shape[1:]
@@ -228,14 +204,14 @@ def _merged(out: Array, parts: _Partial) -> Array:
         out_type=(),
         in_place=[len(parts)],
         grid=(num_tokens, heads, group),
-        num_warps=1,
+        num_warps=MERGE_WARPS,
         num_stages=1,
         HEADS=heads,
         GROUP=group,
         DIM=dim,
         QUERIES=parts.partial.shape[1],
         DIM_PADDED=triton.next_power_of_2(dim),
-        PARTS=16,
+        PARTS=MERGE_PARTS,
     )
     result: Array = merged
     return result
