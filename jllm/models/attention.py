@@ -24,6 +24,7 @@ from jax import lax
 
 from jllm.kernels import triton_call
 from jllm.kernels.tiles import Tiles, decode_tiles, owner, prefill_tiles
+from jllm.models.layers import apply_rope, rms_norm, total
 
 Array = jax.Array
 
@@ -78,6 +79,36 @@ def locate_tokens(rows: Rows, num_decode: int, num_prefill: int, block_size: int
     block = rows.block_tables[row, position // block_size]
     slot = jnp.where(real, block * block_size + position % block_size, 0)
     return Tokens(row, position, slot)
+
+
+def rotated(
+    qkv: Array, norms: tuple[Array, Array] | None, rope: tuple[Array, Array], eps: float
+) -> tuple[Array, Array, Array]:
+    """q (T, K, G, D), k and v (T, K, D) of the projection's parts (P, T, K, G + 2, D): q and k
+    normalised, if the model does that, and rotated to their positions."""
+    whole = total(qkv, qkv.dtype)
+    q, k, v = whole[:, :, :-2], whole[:, :, -2], whole[:, :, -1]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    return apply_rope(q, *rope), apply_rope(k, *rope), v
+
+
+def enter_qkv(
+    qkv: Array,
+    norms: tuple[Array, Array] | None,
+    rope: tuple[Array, Array],
+    slots: Array,
+    kv: Array,
+    eps: float,
+) -> tuple[Array, Array]:
+    """Rotated queries (T, K, G, D), and the cache with the step's keys and values in their slots
+    (T,); one kernel on an NVIDIA GPU. See ``rotated`` and ``write_kv``."""
+    if triton_call.available():
+        from jllm.kernels import rope as kernel
+
+        return kernel.enter_qkv(qkv, norms, rope, slots, kv, eps)
+    q, k, v = rotated(qkv, norms, rope, eps)
+    return q, write_kv(kv, k, v, slots)
 
 
 def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
