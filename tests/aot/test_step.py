@@ -20,7 +20,7 @@ from tests.aot.compiler import compile_for_h200
 
 pytestmark = pytest.mark.aot
 
-NUM_BLOCKS, SLOTS, LENGTH = 50_000, 257, 4096
+NUM_BLOCKS, SLOTS, LENGTH = 10_000, 257, 4096
 KERNEL = re.compile(r"= \S.* (fusion|custom-call|copy|transpose|scatter|sort|dot)\(")
 
 
@@ -58,7 +58,7 @@ def test_a_layer_of_a_decode_step_is_nine_kernels(
     compiled = compiled_step(preset, rows)
     ops = entry_ops(compiled)
     # norm, qkv, rope and write, attention, merge, o, norm, gate and up, down
-    assert ops["custom-call"] == 9 * model.num_layers + 1 + (preset == "llama-3.1-8b")
+    assert ops["custom-call"] == 9 * model.num_layers + 1  # and the last norm
     assert ops.total() <= 9 * model.num_layers + 16, ops
     layer_bytes = 2 * math.prod((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim))
     memory = compiled.memory_analysis()
