@@ -1,0 +1,143 @@
+"""Triton code that draws through min-p, top-k and top-p without sorting.
+
+What the filters keep of a row is its likeliest tokens, down to some value, and of those that have
+just this value the first few. So the filters are two numbers, ``cut`` and ``ties``, and a token x
+is kept if ``x > cut``, or ``x == cut`` and fewer than ``ties`` lower ids have that value too:
+
+    x      5 3 4 3 1 3     top-k 4: cut = 3, ties = 2
+    kept   * * * *
+
+They are found by bisection over the floats, which have an order-preserving map to integers, with a
+sum over the row at each step; all of it on a short list of candidates if that is enough.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jllm.kernels.noise import bits_of, bits_of_range, gumbel
+
+LEAST = tl.constexpr(-3.4028234663852886e38)  # the least that can be drawn at all
+MANY = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def key_of(x):
+    """float32 -> int32, in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def of_key(key):
+    """The inverse of ``key_of``."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def find_cut(
+    values_ptr,  # (size,)
+    size,
+    divisor,  # of the values
+    low,  # the least answer
+    high,  # the largest, and the largest value
+    limit,
+    total,  # logsumexp of the row, if weighted
+    WEIGHTED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The least x in [low, high] above which the values sum up to less than ``limit``, and that
+    sum. Each counts 1, or, weighted, its probability."""
+    first, last = key_of(low), key_of(high)
+    found = 0.0
+    while first < last:
+        middle = (first & last) + ((first ^ last) >> 1)  # a sum of both could overflow
+        pivot = of_key(middle)
+        above = 0.0
+        for start in range(0, size, TILE):
+            at = start + tl.arange(0, TILE)
+            x = tl.load(values_ptr + at, mask=at < size, other=float("-inf")) / divisor
+            if WEIGHTED:
+                above += tl.sum(tl.where(x > pivot, tl.exp(x - total), 0.0), axis=0)
+            else:
+                above += tl.sum(tl.where(x > pivot, 1.0, 0.0), axis=0)
+        if above < limit:
+            last = middle
+            found = above
+        else:
+            first = middle + 1
+    return of_key(last), found
+
+
+@triton.jit
+def draw_kept(
+    values_ptr,  # (size,): in the order of ids
+    ids_ptr,  # (size,) int32 if LISTED; else the ids are 0, 1, 2, ...
+    size,
+    divisor,  # of the values
+    floor,  # what min-p leaves is at least this
+    best,  # the largest value
+    total,  # logsumexp of the row
+    top_k,
+    top_p,
+    partial,  # 1 if top-p is of a part of the mass: if min-p or top-k cut
+    boundary,
+    seed,
+    sample,
+    position,
+    LISTED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The token drawn, the cut, the last id that is kept of those at the cut, and the logsumexp of
+    all that is kept."""
+    cut, ties = floor, MANY
+    if top_k > 0:
+        limit = top_k.to(tl.float32)
+        cut, above = find_cut(values_ptr, size, divisor, floor, best, limit, total, False, TILE)
+        ties = top_k - above.to(tl.int32)
+    if top_p < 1:
+        mass = 1.0
+        if partial > 0:
+            mass = _mass(values_ptr, size, divisor, cut, ties, total, TILE)
+        enough = top_p * mass * (1 - boundary)
+        finer, before = find_cut(values_ptr, size, divisor, cut, best, enough, total, True, TILE)
+        # Kept are ties as long as what came before is not enough.
+        fit = tl.minimum(tl.ceil((enough - before) / tl.exp(finer - total)), 1e9).to(tl.int32)
+        ties = tl.maximum(tl.where(finer > cut, fit, tl.minimum(fit, ties)), 1)
+        cut = finer
+
+    winner, token, last, seen, kept = float("-inf"), 0, -1, 0, 0.0
+    for start in range(0, size, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(values_ptr + at, mask=at < size, other=float("-inf")) / divisor
+        if LISTED:
+            ids = tl.load(ids_ptr + at, mask=at < size, other=0)
+            bits = bits_of(seed, sample, position, ids)
+        else:
+            ids = at
+            bits = bits_of_range(seed, sample, position, start, TILE)
+        level = (x == cut).to(tl.int32)
+        tie = level * (seen + tl.cumsum(level, axis=0) <= ties).to(tl.int32)
+        keep = (x > cut).to(tl.int32) + tie > 0
+        noisy = tl.where(keep, x + gumbel(bits), float("-inf"))
+        value, place = tl.max(noisy, axis=0, return_indices=True)
+        drawn = tl.sum(tl.where(at == start + place, ids, 0), axis=0)
+        token = tl.where(value > winner, drawn, token)
+        winner = tl.maximum(value, winner)
+        kept += tl.sum(tl.where(keep, tl.exp(x - total), 0.0), axis=0)
+        last = tl.maximum(last, tl.max(tl.where(tie > 0, ids, -1), axis=0))
+        seen += tl.sum(level, axis=0)
+    return token, cut, last, total + tl.log(kept)
+
+
+@triton.jit
+def _mass(values_ptr, size, divisor, cut, ties, total, TILE: tl.constexpr):
+    """The probability of all above the cut, and of as many as ``ties`` at it."""
+    above, level = 0.0, 0
+    for start in range(0, size, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(values_ptr + at, mask=at < size, other=float("-inf")) / divisor
+        above += tl.sum(tl.where(x > cut, tl.exp(x - total), 0.0), axis=0)
+        level += tl.sum((x == cut).to(tl.int32), axis=0)
+    return above + tl.minimum(level, ties).to(tl.float32) * tl.exp(cut - total)
