@@ -32,8 +32,18 @@ def bits_of(seed, sample, position, ids):
 
 @triton.jit
 def _words(seed, sample, position, counter):
-    zero = counter * 0
-    return tl.philox(seed, counter, zero + position, zero + sample, zero)
+    """Philox 4x32-10. As in ``tl.philox``, but a 64-bit product is one instruction there, where
+    its two halves would be two."""
+    c0, c1 = counter.to(tl.uint32), (counter * 0 + position).to(tl.uint32)
+    c2, c3 = (counter * 0 + sample).to(tl.uint32), (counter * 0).to(tl.uint32)
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        one, two = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (two >> 32).to(tl.uint32) ^ c1 ^ k0, (one >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = two.to(tl.uint32), one.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit

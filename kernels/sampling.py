@@ -49,10 +49,10 @@ class Launch(NamedTuple):
 
     tile: int = 4096
     scan_warps: int = 4
-    draw_warps: int = 4
-    gather: int = 4096
+    draw_warps: int = 8
+    gather: int = 2048
     candidates: int = 1024
-    wide: int = 4096
+    wide: int = 2048
     top_p_peaks: int = 128
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from jllm.kernels.filter_kernels import LEAST, MANY, draw_kept, find_cut
-from jllm.kernels.noise import LOG2_E, bits_of_range, gumbel, gumbel_bound, philox_key
+from jllm.kernels.noise import LOG2_E, bits_of, bits_of_range, gumbel, gumbel_bound, philox_key
 
 PLAIN = tl.constexpr(1)  # kinds of a row; 0 is greedy
 FILTERED = tl.constexpr(2)
@@ -51,12 +51,13 @@ def scan_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB + first
     divisor = tl.load(divisor_ptr + row)
     x = tl.load(row_ptr + at, mask=inside, other=float("-inf")).to(tl.float32) / divisor
-    best, place = tl.max(x, axis=0, return_indices=True)
     kind = tl.load(kind_ptr + row)
     if RANDOM and kind == PLAIN:
         seed = philox_key(seeds_ptr, row)
         sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
-        best, place = _noisy_best(x, seed, sample, position, first, TILE)
+        best, place = _noisy_best(x, row_ptr, divisor, seed, sample, position, first, VOCAB, TILE)
+    else:
+        best, place = argmax(x, TILE)
     out = row * TILES + tile
     tl.store(best_ptr + out, best)
     tl.store(best_id_ptr + out, first + place)
@@ -73,22 +74,38 @@ def scan_kernel(
 
 
 @triton.jit
-def _noisy_best(x, seed, sample, position, first, TILE: tl.constexpr):
+def _noisy_best(
+    x, row_ptr, divisor, seed, sample, position, first, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
     """The largest of x + noise, and its place.
 
     Two logarithms of every token would take longer than reading it. A bound without any says
-    which token most likely wins; only if others might too are all of the tile computed.
+    which token most likely wins; only if others might too is all of the tile computed.
     """
-    at = tl.arange(0, TILE)
-    bits = bits_of_range(seed, sample, position, first, TILE)
-    bound = x * LOG2_E + gumbel_bound(bits)
-    _, place = tl.max(bound, axis=0, return_indices=True)
-    mine = at == place
-    noise = gumbel(tl.sum(tl.where(mine, bits, 0), axis=0))
-    best = tl.max(tl.where(mine, x, float("-inf")), axis=0) + noise
+    bound = x * LOG2_E + gumbel_bound(bits_of_range(seed, sample, position, first, TILE))
+    _, place = argmax(bound, TILE)
+    best = tl.load(row_ptr + place, mask=first + place < VOCAB, other=float("-inf"))
+    best = best.to(tl.float32) / divisor + gumbel(bits_of(seed, sample, position, first + place))
     reach = best * LOG2_E - SLACK * (1 + 1e-3 * tl.abs(best))
     if tl.sum((bound > reach).to(tl.int32), axis=0) > 1:
-        best, place = tl.max(x + gumbel(bits), axis=0, return_indices=True)
+        PART: tl.constexpr = TILE // 4  # a part at a time: all would not fit into registers
+        best = float("-inf")
+        for start in range(0, TILE, PART):
+            at = start + tl.arange(0, PART)
+            part = tl.load(row_ptr + at, mask=first + at < VOCAB, other=float("-inf"))
+            noise = gumbel(bits_of_range(seed, sample, position, first + start, PART))
+            value, index = argmax(part.to(tl.float32) / divisor + noise, PART)
+            place = tl.where(value > best, start + index, place)
+            best = tl.maximum(value, best)
+    return best, place
+
+
+@triton.jit
+def argmax(x, SIZE: tl.constexpr):
+    """The largest of x (SIZE,), and the place of the first that is; cheaper than ``tl.max`` of
+    values and places together, which compares both at every step."""
+    best = tl.max(x, axis=0)
+    place = tl.min(tl.where(x == best, tl.arange(0, SIZE), SIZE), axis=0)
     return best, place
 
 
@@ -156,7 +173,7 @@ def draw_kernel(
     inside = tile < TILES
     at = row * TILES + tile
     tiles_best = tl.load(best_ptr + at, mask=inside, other=float("-inf"))
-    best, winner = tl.max(tiles_best, axis=0, return_indices=True)
+    best, winner = argmax(tiles_best, TILES_PADDED)
     token = tl.load(best_id_ptr + row * TILES + winner)
     divisor = tl.load(divisor_ptr + row)
     kept = 0.0  # logsumexp of what the token is drawn from

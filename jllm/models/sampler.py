@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from jax import lax
 from jllm.kernels import triton_call
 from jllm.models import vocab
 from jllm.models.rng import gumbel, gumbel_rows
+
+if TYPE_CHECKING:
+    from jllm.kernels.sampling import Options
 
 Array = jax.Array
 
@@ -156,23 +159,10 @@ def _sample_by_kernel(logits: Array, raw: Array, rows: SamplingRows, spec: Sampl
     """What ``sample`` does, by Triton kernels; only alternatives are found by XLA's ``top_k``."""
     from jllm.kernels import sampling
 
-    greedy, filters = _kinds(rows)
     drawn = sampling.draw(
         logits,
         raw,
-        sampling.Options(
-            kind=jnp.where(
-                greedy, sampling.GREEDY, jnp.where(filters, sampling.FILTERED, sampling.PLAIN)
-            ).astype(jnp.int32),
-            divisor=_divisor(rows),
-            top_k=rows.top_k,
-            top_p=rows.top_p,
-            log_min_p=jnp.log(rows.min_p),
-            seeds=rows.seeds,
-            samples=rows.samples,
-            positions=rows.positions,
-            processed=rows.processed,
-        ),
+        kernel_options(rows),
         random=spec.random,
         filtered=spec.filtered,
         logprobs=spec.logprobs is not None,
@@ -191,6 +181,25 @@ def _sample_by_kernel(logits: Array, raw: Array, rows: SamplingRows, spec: Sampl
             scaled = jnp.where(kept, scaled, -jnp.inf)
         raw = jnp.where(rows.processed[:, None] > 0, scaled, raw)
     return Sampled(drawn.tokens, *token_logprobs(raw, drawn.tokens, spec.logprobs))
+
+
+def kernel_options(rows: SamplingRows) -> Options:
+    """The options as ``kernels.sampling.draw`` takes them."""
+    from jllm.kernels import sampling
+
+    greedy, filters = _kinds(rows)
+    drawn_as = jnp.where(filters, sampling.FILTERED, sampling.PLAIN)
+    return sampling.Options(
+        kind=jnp.where(greedy, sampling.GREEDY, drawn_as).astype(jnp.int32),
+        divisor=_divisor(rows),
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        log_min_p=jnp.log(rows.min_p),
+        seeds=rows.seeds,
+        samples=rows.samples,
+        positions=rows.positions,
+        processed=rows.processed,
+    )
 
 
 def _kinds(rows: SamplingRows) -> tuple[Array, Array]:
