@@ -54,14 +54,15 @@ def find_cut(
     while first < last:
         middle = (first & last) + ((first ^ last) >> 1)  # a sum of both could overflow
         pivot = of_key(middle)
-        above = 0.0
+        each = tl.zeros((TILE,), tl.float32)
         for start in range(0, size, TILE):
             at = start + tl.arange(0, TILE)
             x = tl.load(values_ptr + at, mask=at < size, other=float("-inf")) / divisor
             if WEIGHTED:
-                above += tl.sum(tl.where(x > pivot, tl.exp(x - total), 0.0), axis=0)
+                each += tl.where(x > pivot, tl.exp(x - total), 0.0)
             else:
-                above += tl.sum(tl.where(x > pivot, 1.0, 0.0), axis=0)
+                each += tl.where(x > pivot, 1.0, 0.0)
+        above = tl.sum(each, axis=0)
         if above < limit:
             last = middle
             found = above
@@ -76,7 +77,7 @@ def draw_kept(
     ids_ptr,  # (size,) int32 if LISTED; else the ids are 0, 1, 2, ...
     size,
     divisor,  # of the values
-    floor,  # what min-p leaves is at least this
+    floor,  # the least cut: what min-p leaves, or what is listed, is at least this
     best,  # the largest value
     total,  # logsumexp of the row
     top_k,
@@ -107,7 +108,9 @@ def draw_kept(
         ties = tl.maximum(tl.where(finer > cut, fit, tl.minimum(fit, ties)), 1)
         cut = finer
 
-    winner, token, last, seen, kept = float("-inf"), 0, -1, 0, 0.0
+    winner = tl.full((TILE,), float("-inf"), tl.float32)
+    winner_id, last = tl.zeros((TILE,), tl.int32), tl.full((TILE,), -1, tl.int32)
+    weight, seen = tl.zeros((TILE,), tl.float32), 0
     for start in range(0, size, TILE):
         at = start + tl.arange(0, TILE)
         x = tl.load(values_ptr + at, mask=at < size, other=float("-inf")) / divisor
@@ -119,25 +122,26 @@ def draw_kept(
             bits = bits_of_range(seed, sample, position, start, TILE)
         level = (x == cut).to(tl.int32)
         tie = level * (seen + tl.cumsum(level, axis=0) <= ties).to(tl.int32)
+        seen += tl.sum(level, axis=0)
         keep = (x > cut).to(tl.int32) + tie > 0
         noisy = tl.where(keep, x + gumbel(bits), float("-inf"))
-        value, place = tl.max(noisy, axis=0, return_indices=True)
-        drawn = tl.sum(tl.where(at == start + place, ids, 0), axis=0)
-        token = tl.where(value > winner, drawn, token)
-        winner = tl.maximum(value, winner)
-        kept += tl.sum(tl.where(keep, tl.exp(x - total), 0.0), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(tie > 0, ids, -1), axis=0))
-        seen += tl.sum(level, axis=0)
-    return token, cut, last, total + tl.log(kept)
+        winner_id = tl.where(noisy > winner, ids, winner_id)
+        winner = tl.maximum(noisy, winner)
+        weight += tl.where(keep, tl.exp(x - total), 0.0)
+        last = tl.where(tie > 0, ids, last)
+    best = tl.max(winner, axis=0)
+    token = tl.min(tl.where(winner == best, winner_id, MANY), axis=0)
+    return token, cut, tl.max(last, axis=0), total + tl.log(tl.sum(weight, axis=0))
 
 
 @triton.jit
 def _mass(values_ptr, size, divisor, cut, ties, total, TILE: tl.constexpr):
     """The probability of all above the cut, and of as many as ``ties`` at it."""
-    above, level = 0.0, 0
+    above, level = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.int32)
     for start in range(0, size, TILE):
         at = start + tl.arange(0, TILE)
         x = tl.load(values_ptr + at, mask=at < size, other=float("-inf")) / divisor
-        above += tl.sum(tl.where(x > cut, tl.exp(x - total), 0.0), axis=0)
-        level += tl.sum((x == cut).to(tl.int32), axis=0)
-    return above + tl.minimum(level, ties).to(tl.float32) * tl.exp(cut - total)
+        above += tl.where(x > cut, tl.exp(x - total), 0.0)
+        level += (x == cut).to(tl.int32)
+    fitting = tl.minimum(tl.sum(level, axis=0), ties).to(tl.float32)
+    return tl.sum(above, axis=0) + fitting * tl.exp(cut - total)

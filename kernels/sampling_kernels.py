@@ -193,21 +193,26 @@ def draw_kernel(
             # At least k tokens are as large as the k-th of the stripes' peaks.
             wanted = tl.where(top_k > 0, top_k, tl.where(partial > 0, MANY, TOP_P_PEAKS))
             peaks_row_ptr = peaks_ptr + row * PEAKS
-            start, _ = find_cut(
-                peaks_row_ptr, PEAKS, 1.0, floor, best, wanted.to(tl.float32), 0.0,
-                False, PEAKS_PADDED,
-            )  # fmt: skip
+            start = floor
+            if wanted <= PEAKS:
+                stripe = tl.arange(0, PEAKS_PADDED)
+                peaks = tl.load(peaks_row_ptr + stripe, mask=stripe < PEAKS, other=float("inf"))
+                least = tl.maximum(floor, tl.min(peaks, axis=0))
+                start, _ = find_cut(
+                    peaks_row_ptr, PEAKS, 1.0, least, best, wanted.to(tl.float32), 0.0,
+                    False, PEAKS_PADDED,
+                )  # fmt: skip
             values_row_ptr = values_ptr + row * CANDIDATES
             ids_row_ptr = ids_ptr + row * CANDIDATES
             count, mass = _list_candidates(
                 row_ptr, divisor, peaks_row_ptr, start, total, stripes_ptr + row * PEAKS,
                 values_row_ptr, ids_row_ptr, VOCAB, PEAKS, CANDIDATES, PEAKS_PADDED, STRIPE, GATHER,
             )  # fmt: skip
-            # top_k and min-p keep candidates only; top-p alone does if these have its mass.
+            # Top-k and min-p keep candidates only; top-p alone does if these have its mass.
             enough = tl.where(partial > 0, -1.0, top_p * (1 - BOUNDARY))
             if (count <= CANDIDATES).to(tl.int32) * (mass >= enough).to(tl.int32) > 0:
                 token, cut, last, kept = draw_kept(
-                    values_row_ptr, ids_row_ptr, count, 1.0, floor, best, total, top_k, top_p,
+                    values_row_ptr, ids_row_ptr, count, 1.0, start, best, total, top_k, top_p,
                     partial, BOUNDARY, seed, sample, position, True, TILE,
                 )  # fmt: skip
             else:
@@ -245,7 +250,8 @@ def _list_candidates(
     num_stripes = tl.sum(high, axis=0)
     tl.debug_barrier()  # what one thread stores others load
 
-    count, mass, done = 0, 0.0, 0
+    count, done = 0, 0
+    mass = tl.zeros((GATHER,), tl.float32)
     while done < num_stripes:
         which = done + tl.arange(0, GATHER // STRIPE)
         stripes = tl.load(stripes_ptr + which, mask=which < num_stripes, other=PEAKS)
@@ -257,9 +263,9 @@ def _list_candidates(
         fits = listed * (place < CANDIDATES).to(tl.int32) > 0
         tl.store(values_ptr + place, x, mask=fits)
         tl.store(ids_ptr + place, ids, mask=fits)
-        mass += tl.sum(tl.where(listed > 0, tl.exp(x - total), 0.0), axis=0)
+        mass += tl.where(listed > 0, tl.exp(x - total), 0.0)
         count += tl.sum(listed, axis=0)
         # More than fit are of no use.
         done = tl.where(count <= CANDIDATES, done + GATHER // STRIPE, num_stripes)
     tl.debug_barrier()
-    return count, mass
+    return count, tl.sum(mass, axis=0)

@@ -40,12 +40,12 @@ MIX: dict[str, dict[str, float]] = {
 }
 
 
-def mixed_rows(repeats: int = 1, seed: int = 0, **spec: int) -> SamplingRows:
-    """So many rows of each kind, each with a seed and a position of its own."""
+def mixed_rows(count: int = len(MIX), seed: int = 0) -> SamplingRows:
+    """So many rows of different kinds, each with a seed and a position of its own."""
     rng = np.random.default_rng(seed)
-    options = [dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | x for x in MIX.values()]
-    options = options * repeats
-    count = len(options)
+    every = [dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | x for x in MIX.values()]
+    first = int(rng.integers(len(MIX)))
+    options = [every[(first + i) % len(MIX)] for i in range(count)]
     columns: dict[str, Any] = {name: [x[name] for x in options] for name in options[0]}
     return SamplingRows(
         temperature=np.array(columns["temperature"], np.float32),
@@ -55,7 +55,7 @@ def mixed_rows(repeats: int = 1, seed: int = 0, **spec: int) -> SamplingRows:
         seeds=rng.integers(0, 2**32, (count, 2), np.uint32),
         samples=rng.integers(0, 4, count).astype(np.int32),
         positions=rng.integers(0, 100_000, count).astype(np.int32),
-        processed=np.full(count, spec.get("processed", 0), np.int32),
+        processed=np.arange(count, dtype=np.int32) % 2,
     )  # type: ignore[arg-type]
 
 
@@ -99,3 +99,16 @@ def by_kernel(
 @functools.partial(jax.jit, static_argnames="spec")
 def by_xla(logits: Any, raw: Any, rows: SamplingRows, spec: SamplerSpec) -> Sampled:
     return sampler.sample_reference(logits, raw, rows, spec)
+
+
+def assert_the_xla_sampler_agrees(
+    monkeypatch: pytest.MonkeyPatch, logits: Any, raw: Any, rows: SamplingRows, spec: SamplerSpec
+) -> None:
+    """The very tokens, and logprobs to within float32's rounding."""
+    got, expected = by_kernel(monkeypatch, logits, raw, rows, spec), by_xla(logits, raw, rows, spec)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    if spec.logprobs is not None:
+        # Of logprobs like -1e30 a few parts in a million are a lot.
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
+        np.testing.assert_array_equal(got.top_ids, expected.top_ids)
+        np.testing.assert_allclose(got.top_logprobs, expected.top_logprobs, rtol=1e-6, atol=1e-5)
