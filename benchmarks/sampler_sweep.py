@@ -49,11 +49,11 @@ SCANS = [
 DRAWS = [
     sampling.Launch(draw_warps=warps, gather=gather, candidates=candidates, wide=wide)
     for warps, gather, candidates, wide in (
+        (8, 2048, 1024, 1024),
+        (8, 1024, 512, 2048),
         (4, 1024, 512, 1024),
-        (4, 2048, 512, 2048),
-        (8, 4096, 1024, 2048),
-        (8, 2048, 512, 1024),
-        (2, 1024, 256, 1024),
+        (4, 1024, 512, 2048),
+        (2, 512, 256, 1024),
     )
 ]
 

@@ -72,6 +72,96 @@ def find_cut(
 
 
 @triton.jit
+def find_candidates(
+    # inputs
+    row_ptr,  # (V,)
+    divisor,  # of the logits
+    floor,  # what min-p leaves is at least this
+    best,  # the largest tempered logit
+    total,  # logsumexp of the row
+    top_k,
+    top_p,
+    partial,  # 1 if min-p or top-k cut
+    peaks_ptr,  # (P,): the largest tempered logit of each STRIPE ids
+    # outputs
+    stripes_ptr,  # (P,) int32: scratch
+    values_ptr,  # (C,): tempered logits of the candidates, in the order of ids
+    ids_ptr,  # (C,) int32
+    # sizes
+    VOCAB: tl.constexpr,  # V
+    PEAKS: tl.constexpr,  # P
+    CANDIDATES: tl.constexpr,  # C
+    BOUNDARY: tl.constexpr,
+    PEAKS_PADDED: tl.constexpr,
+    STRIPE: tl.constexpr,
+    GATHER: tl.constexpr,
+    FEW_PEAKS: tl.constexpr,
+    MOST_PEAKS: tl.constexpr,
+):
+    """Lists the likeliest tokens, down to some value, all that the filters keep among them; and
+    gives how many these are, 0 if there are too many, and the value."""
+    # At least k tokens are as large as the k-th of the stripes' peaks. Min-p says itself from what
+    # value on it keeps. Top-p alone tries the likeliest few, then most of what there is room for.
+    wanted = tl.where(top_k > 0, top_k, tl.where(partial > 0, MANY, FEW_PEAKS))
+    enough = tl.where(partial > 0, -1.0, top_p * (1 - BOUNDARY))
+    stripe = tl.arange(0, PEAKS_PADDED)
+    peaks = tl.load(peaks_ptr + stripe, mask=stripe < PEAKS, other=float("inf"))
+    least = tl.maximum(floor, tl.min(peaks, axis=0))
+    start, count, searching = floor, 0, 1
+    while searching > 0:
+        start = floor
+        if wanted <= PEAKS:
+            start, _ = find_cut(
+                peaks_ptr, PEAKS, 1.0, least, best, wanted.to(tl.float32), 0.0, False, PEAKS_PADDED
+            )
+        count, mass = _list_candidates(
+            row_ptr, divisor, peaks_ptr, start, total, stripes_ptr, values_ptr, ids_ptr,
+            VOCAB, PEAKS, CANDIDATES, PEAKS_PADDED, STRIPE, GATHER,
+        )  # fmt: skip
+        count = tl.where(mass >= enough, count, CANDIDATES + 1)
+        searching = (count > CANDIDATES).to(tl.int32) * (wanted < MOST_PEAKS).to(tl.int32)
+        searching *= (partial == 0).to(tl.int32)
+        wanted = MOST_PEAKS
+    return tl.where(count <= CANDIDATES, count, 0), start
+
+
+@triton.jit
+def _list_candidates(
+    row_ptr, divisor, peaks_ptr, start, total, stripes_ptr, values_ptr, ids_ptr,
+    VOCAB: tl.constexpr, PEAKS: tl.constexpr, CANDIDATES: tl.constexpr,
+    PEAKS_PADDED: tl.constexpr, STRIPE: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Lists the tokens from ``start`` up, in the order of ids, reading only the stripes whose peak
+    is that high. Returns how many there are, more than fit included, and their probability."""
+    stripe = tl.arange(0, PEAKS_PADDED)
+    peaks = tl.load(peaks_ptr + stripe, mask=stripe < PEAKS, other=float("-inf"))
+    high = (peaks >= start).to(tl.int32)
+    tl.store(stripes_ptr + tl.cumsum(high, axis=0) - 1, stripe, mask=high > 0)
+    num_stripes = tl.sum(high, axis=0)
+    tl.debug_barrier()  # what one thread stores others load
+
+    count, done = 0, 0
+    mass = tl.zeros((GATHER,), tl.float32)
+    while done < num_stripes:
+        which = done + tl.arange(0, GATHER // STRIPE)
+        stripes = tl.load(stripes_ptr + which, mask=which < num_stripes, other=PEAKS)
+        ids = stripes[:, None] * STRIPE + tl.arange(0, STRIPE)[None, :]
+        ids = tl.reshape(ids, (GATHER,))
+        x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32) / divisor
+        listed = (x >= start).to(tl.int32)
+        place = count + tl.cumsum(listed, axis=0) - 1
+        fits = listed * (place < CANDIDATES).to(tl.int32) > 0
+        tl.store(values_ptr + place, x, mask=fits)
+        tl.store(ids_ptr + place, ids, mask=fits)
+        mass += tl.where(listed > 0, tl.exp(x - total), 0.0)
+        count += tl.sum(listed, axis=0)
+        # More than fit are of no use.
+        done = tl.where(count <= CANDIDATES, done + GATHER // STRIPE, num_stripes)
+    tl.debug_barrier()
+    return count, tl.sum(mass, axis=0)
+
+
+@triton.jit
 def draw_kept(
     values_ptr,  # (size,): in the order of ids
     ids_ptr,  # (size,) int32 if LISTED; else the ids are 0, 1, 2, ...

@@ -30,7 +30,7 @@ PLAIN = sampling_kernels.PLAIN.value
 FILTERED = sampling_kernels.FILTERED.value
 
 STRIPE = 128
-# A filtered row has room for so many; more than there are tokens from the 900th peak on.
+# A filtered row has room for so many: twice those down to peak 900 of 1,000 in random order.
 CANDIDATES = 4096
 
 
@@ -44,16 +44,16 @@ class Launch(NamedTuple):
       gather: ids of an iteration that looks for candidates.
       candidates: of an iteration over those.
       wide: ids of an iteration over a whole row.
-      top_p_peaks: stripes whose tokens top-p without top-k or min-p tries first.
+      few_peaks: top-p without top-k or min-p first tries the tokens down to this peak.
     """
 
     tile: int = 4096
     scan_warps: int = 4
     draw_warps: int = 8
-    gather: int = 2048
+    gather: int = 1024
     candidates: int = 1024
     wide: int = 2048
-    top_p_peaks: int = 128
+    few_peaks: int = 64
 
 
 class Options(NamedTuple):
@@ -179,7 +179,8 @@ def draw(
         GATHER=launch.gather,
         TILE=launch.candidates,
         WIDE=launch.wide,
-        TOP_P_PEAKS=launch.top_p_peaks,
+        FEW_PEAKS=launch.few_peaks,
+        MOST_PEAKS=peaks * 7 // 8,  # of tokens in random order twice as many reach that one
     )
     return Drawn(
         tokens,

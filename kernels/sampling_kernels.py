@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jllm.kernels.filter_kernels import LEAST, MANY, draw_kept, find_cut
+from jllm.kernels.filter_kernels import LEAST, draw_kept, find_candidates
 from jllm.kernels.noise import LOG2_E, bits_of, bits_of_range, gumbel, gumbel_bound, philox_key
 
 PLAIN = tl.constexpr(1)  # kinds of a row; 0 is greedy
@@ -163,7 +163,8 @@ def draw_kernel(
     GATHER: tl.constexpr,  # ids of an iteration that looks for candidates
     TILE: tl.constexpr,  # of an iteration over candidates
     WIDE: tl.constexpr,  # of an iteration over the whole row
-    TOP_P_PEAKS: tl.constexpr,  # stripes whose candidates top-p tries
+    FEW_PEAKS: tl.constexpr,  # peaks that top-p alone tries first
+    MOST_PEAKS: tl.constexpr,  # and then
 ):
     """The token of one row and its logprob, from what the tiles say."""
     row = tl.program_id(0)
@@ -190,27 +191,15 @@ def draw_kernel(
             partial = (top_k > 0).to(tl.int32) + (log_min_p > float("-inf")).to(tl.int32)
             seed = philox_key(seeds_ptr, row)
             sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
-            # At least k tokens are as large as the k-th of the stripes' peaks.
-            wanted = tl.where(top_k > 0, top_k, tl.where(partial > 0, MANY, TOP_P_PEAKS))
-            peaks_row_ptr = peaks_ptr + row * PEAKS
-            start = floor
-            if wanted <= PEAKS:
-                stripe = tl.arange(0, PEAKS_PADDED)
-                peaks = tl.load(peaks_row_ptr + stripe, mask=stripe < PEAKS, other=float("inf"))
-                least = tl.maximum(floor, tl.min(peaks, axis=0))
-                start, _ = find_cut(
-                    peaks_row_ptr, PEAKS, 1.0, least, best, wanted.to(tl.float32), 0.0,
-                    False, PEAKS_PADDED,
-                )  # fmt: skip
             values_row_ptr = values_ptr + row * CANDIDATES
             ids_row_ptr = ids_ptr + row * CANDIDATES
-            count, mass = _list_candidates(
-                row_ptr, divisor, peaks_row_ptr, start, total, stripes_ptr + row * PEAKS,
-                values_row_ptr, ids_row_ptr, VOCAB, PEAKS, CANDIDATES, PEAKS_PADDED, STRIPE, GATHER,
+            count, start = find_candidates(
+                row_ptr, divisor, floor, best, total, top_k, top_p, partial,
+                peaks_ptr + row * PEAKS, stripes_ptr + row * PEAKS, values_row_ptr, ids_row_ptr,
+                VOCAB, PEAKS, CANDIDATES, BOUNDARY, PEAKS_PADDED, STRIPE, GATHER,
+                FEW_PEAKS, MOST_PEAKS,
             )  # fmt: skip
-            # Top-k and min-p keep candidates only; top-p alone does if these have its mass.
-            enough = tl.where(partial > 0, -1.0, top_p * (1 - BOUNDARY))
-            if (count <= CANDIDATES).to(tl.int32) * (mass >= enough).to(tl.int32) > 0:
+            if count > 0:
                 token, cut, last, kept = draw_kept(
                     values_row_ptr, ids_row_ptr, count, 1.0, start, best, total, top_k, top_p,
                     partial, BOUNDARY, seed, sample, position, True, TILE,
@@ -233,39 +222,3 @@ def draw_kernel(
             drawn = tl.load(row_ptr + token).to(tl.float32) / divisor - kept
             logprob = tl.where(tl.load(processed_ptr + row) > 0, drawn, logprob)
         tl.store(logprob_ptr + row, logprob)
-
-
-@triton.jit
-def _list_candidates(
-    row_ptr, divisor, peaks_ptr, start, total, stripes_ptr, values_ptr, ids_ptr,
-    VOCAB: tl.constexpr, PEAKS: tl.constexpr, CANDIDATES: tl.constexpr,
-    PEAKS_PADDED: tl.constexpr, STRIPE: tl.constexpr, GATHER: tl.constexpr,
-):  # fmt: skip
-    """Lists the tokens from ``start`` up, in the order of ids, reading only the stripes whose peak
-    is that high. Returns how many there are, more than fit included, and their probability."""
-    stripe = tl.arange(0, PEAKS_PADDED)
-    peaks = tl.load(peaks_ptr + stripe, mask=stripe < PEAKS, other=float("-inf"))
-    high = (peaks >= start).to(tl.int32)
-    tl.store(stripes_ptr + tl.cumsum(high, axis=0) - 1, stripe, mask=high > 0)
-    num_stripes = tl.sum(high, axis=0)
-    tl.debug_barrier()  # what one thread stores others load
-
-    count, done = 0, 0
-    mass = tl.zeros((GATHER,), tl.float32)
-    while done < num_stripes:
-        which = done + tl.arange(0, GATHER // STRIPE)
-        stripes = tl.load(stripes_ptr + which, mask=which < num_stripes, other=PEAKS)
-        ids = stripes[:, None] * STRIPE + tl.arange(0, STRIPE)[None, :]
-        ids = tl.reshape(ids, (GATHER,))
-        x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32) / divisor
-        listed = (x >= start).to(tl.int32)
-        place = count + tl.cumsum(listed, axis=0) - 1
-        fits = listed * (place < CANDIDATES).to(tl.int32) > 0
-        tl.store(values_ptr + place, x, mask=fits)
-        tl.store(ids_ptr + place, ids, mask=fits)
-        mass += tl.where(listed > 0, tl.exp(x - total), 0.0)
-        count += tl.sum(listed, axis=0)
-        # More than fit are of no use.
-        done = tl.where(count <= CANDIDATES, done + GATHER // STRIPE, num_stripes)
-    tl.debug_barrier()
-    return count, tl.sum(mass, axis=0)
