@@ -21,9 +21,9 @@ of what the token was drawn from.
 
 A feature that no row of the batch uses is off in the static ``SamplerSpec`` and costs nothing.
 
-On an NVIDIA GPU all this is done by two Triton kernels, which neither sort nor, as conditions of XLA
-do there, make the host wait; they draw the very same tokens. XLA's sort remains for alternatives
-(``logprobs`` above 0, or -1) and with ``axis``.
+On an NVIDIA GPU two Triton kernels do all this; they draw the very same tokens, but neither sort
+nor make the host wait, as XLA's conditions do there. XLA's sort remains for alternatives
+(``logprobs`` above 0, or -1), and for everything with ``axis``.
 
 With ``axis`` the logits are split by vocabulary over the devices of that mesh axis (vocab.py), and
 every device ends with the same tokens. Candidates are then each device's likeliest, merged. Only a

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from jllm.kernels import sampling
-from jllm.models.sampler import SamplerSpec
+from jllm.models.sampler import SamplerSpec, SamplingRows
 from tests.kernels.sampling_problems import (
     KINDS,
     assert_the_xla_sampler_agrees,
@@ -30,12 +32,18 @@ def test_tokens_and_logprobs_are_those_of_the_xla_sampler(
     assert_the_xla_sampler_agrees(monkeypatch, logits, raw, rows, spec)
 
 
-def test_rows_of_several_tiles_and_more_than_the_candidates(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("room", [32, 4096])
+def test_candidates_that_are_not_enough_at_first_or_at_all(
+    room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for few candidates most filters read the whole row: three tiles, ties across."""
-    monkeypatch.setattr(sampling, "CANDIDATES", 32)
+    """Top-p tries two peaks first. With room for few candidates most filters read the whole row:
+    three tiles, with ties across."""
+    monkeypatch.setattr(sampling, "CANDIDATES", room)
+    monkeypatch.setattr(sampling, "Launch", functools.partial(sampling.Launch, few_peaks=2))
     rows = mixed_rows()
+    if room > 32:
+        alone = (rows.top_p < 1) & (rows.top_k == 0)
+        rows = SamplingRows(*(np.repeat(np.asarray(x)[alone], 3, axis=0) for x in rows))
     logits = logits_of("rounded", len(rows.top_k), 5_003)
     spec = SamplerSpec(random=True, filtered=True, processed=True, logprobs=3)
     assert_the_xla_sampler_agrees(monkeypatch, logits, logits, rows, spec)
@@ -77,7 +85,7 @@ def test_filters_keep_exactly_what_the_oracle_keeps(monkeypatch: pytest.MonkeyPa
         min_p=rng.choice([0, 0, 1 / 4, 1 / 3, 1 / 2, 1], count).astype(np.float32),
         processed=np.ones(count, np.int32),
     )
-    weights = rng.integers(0, 9, (count, vocab)) * (rng.random((count, vocab)) < 0.1)
+    weights = rng.integers(1, 4, (count, vocab)) * (rng.random((count, vocab)) < 0.03)
     weights[:, 17] = 1
     with np.errstate(divide="ignore"):
         logits = np.log(weights.astype(np.float64))
