@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jllm.kernels import triton_call
 from jllm.kernels.paged_attention import attend, cut_decode, cut_prefill
+from jllm.models.sampler import SamplerSpec, sample
 from tests.aot.compiler import compile_for_h200
+from tests.kernels.sampling_problems import mixed_rows
 
 pytestmark = pytest.mark.aot
 
@@ -45,6 +49,27 @@ def test_prefill(tokens: int, dim: int, dtype: str) -> None:
         return attend(q, kv, tables, cut, window=None, scale=dim**-0.5)
 
     compile_for_h200(jax.jit(op), q, kv, tables, spec(5), lens)
+
+
+@pytest.mark.parametrize("vocab", [128_256, 50_257])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SamplerSpec(),
+        SamplerSpec(random=True, logprobs=0),
+        SamplerSpec(random=True, filtered=True, processed=True, logprobs=0),
+    ],
+    ids=["greedy", "random", "filtered"],
+)
+def test_sampler(sampler: SamplerSpec, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_call, "available", lambda: True)
+    logits = spec(256, vocab, dtype="float32")
+    op = jax.jit(functools.partial(sample, spec=sampler))
+    text = compile_for_h200(op, logits, logits, mixed_rows(256)).as_text()
+    assert "triton_kernel_call" in text
+    # A sort would take milliseconds, and a condition would make the host wait for its outcome.
+    for op_name in ("sort", "top-k", "conditional", "while"):
+        assert f" {op_name}(" not in text
 
 
 def inputs(rows: int, dim: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
