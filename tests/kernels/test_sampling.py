@@ -76,21 +76,26 @@ def test_greedy_takes_the_lowest_id_among_equals(monkeypatch: pytest.MonkeyPatch
 
 def test_filters_keep_exactly_what_the_oracle_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small integer weights: ties and exact boundaries are the rule, not the exception."""
-    count, vocab = 30, 300  # three stripes
-    rng = np.random.default_rng(5)
+    count, vocab = 36, 300  # three stripes
+    rng = np.random.default_rng(6)
     rows = mixed_rows(count)._replace(
-        temperature=rng.choice([0.25, 0.5, 1, 2], count).astype(np.float32),
-        top_k=rng.choice([0, 1, 2, 3, 7, 150, 400], count).astype(np.int32),
-        top_p=rng.choice([1, 0.25, 0.5, 0.75, 0.9], count).astype(np.float32),
-        min_p=rng.choice([0, 0, 1 / 4, 1 / 3, 1 / 2, 1], count).astype(np.float32),
+        temperature=rng.choice([0.5, 1], count).astype(np.float32),
+        top_k=rng.choice([0, 0, 0, 0, 0, 1, 3, 7, 150, 400], count).astype(np.int32),
+        top_p=rng.choice([1, 0.25, 0.5, 0.75], count).astype(np.float32),
+        min_p=rng.choice([0, 0, 1 / 3, 1 / 9], count).astype(np.float32),
         processed=np.ones(count, np.int32),
     )
-    weights = rng.integers(1, 4, (count, vocab)) * (rng.random((count, vocab)) < 0.03)
-    weights[:, 17] = 1
+    alone = slice(12)  # rows of min-p at a boundary and nothing else
+    for name, value in {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 1 / 3}.items():
+        getattr(rows, name)[alone] = value
+    weights = np.zeros((count, vocab))
+    for row in weights:  # an even number of each: halves and quarters of the mass are boundaries
+        row[rng.permutation(vocab)[:8]] = rng.choice([[1] * 8, [1, 1, 1, 1, 3, 3, 3, 3]])
     with np.errstate(divide="ignore"):
-        logits = np.log(weights.astype(np.float64))
+        logits = np.log(weights) + rng.uniform(0, 30, (count, 1))  # which rounds the weights
+    logits = logits.astype(np.float32)
     spec = SamplerSpec(random=True, filtered=True, processed=True, logprobs=-1)
-    got = by_kernel(monkeypatch, logits.astype(np.float32), logits, rows, spec)
+    got = by_kernel(monkeypatch, logits, logits, rows, spec)
     kept = np.zeros((count, vocab), bool)
     np.put_along_axis(kept, np.asarray(got.top_ids), np.asarray(got.top_logprobs) > -np.inf, 1)
     for row in range(count):
