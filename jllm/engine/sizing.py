@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax
+
 from jllm.config import EngineConfig, ModelConfig
+from jllm.params import param_shapes
 
 CPU_KV_BYTES = 1 << 30
 GPU_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
+
+# Reading an H200's memory, and what a decode step has to take at least to hide its dispatch.
+READ_BYTES_PER_S = 4e12
+REPEATED_S = 4e-3
+MOST_REPEATS = 8
 
 
 def resolve(
@@ -82,8 +91,17 @@ def resolve(
         num_kv_blocks=num_blocks,
         decode_buckets=decode,
         prefill_buckets=prefill,
+        decode_repeats=config.decode_repeats
+        or (1 if cpu else _repeats(model, bytes_per_value, num_devices)),
         max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
     )
+
+
+def _repeats(model: ModelConfig, bytes_per_value: int, num_devices: int) -> int:
+    """Decode steps in a program that together take ``REPEATED_S``, if that is several."""
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(model)))
+    step_s = weights * bytes_per_value / num_devices / READ_BYTES_PER_S
+    return int(min(MOST_REPEATS, max(1, REPEATED_S // step_s)))
 
 
 def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:
