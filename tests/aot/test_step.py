@@ -20,8 +20,10 @@ from tests.aot.compiler import compile_for_h200
 
 pytestmark = pytest.mark.aot
 
-NUM_BLOCKS, SLOTS, LENGTH = 50_000, 257, 4096
+# Of blocks few enough to fit beside an 8B: beyond the memory, XLA computes small things twice.
+NUM_BLOCKS, SLOTS, LENGTH = 20_000, 257, 4096
 KERNEL = re.compile(r"= \S.* (fusion|custom-call|copy|transpose|scatter|sort|dot)\(")
+OURS = "triton_kernel_call_ffi"
 
 
 def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -43,9 +45,11 @@ def compiled_step(preset: str, rows: int) -> Any:
 
 
 def entry_ops(compiled: Any) -> Counter[str]:
-    """The instructions of the main computation that run on the device, by what they are."""
-    entry = compiled.as_text().split("\nENTRY ")[1]
-    return Counter(KERNEL.findall(entry))
+    """The instructions of the main computation that run on the device, by what they are; a call
+    of one of our kernels by its target."""
+    entry = compiled.as_text().split("\nENTRY ")[1].splitlines()
+    found = [(match[1], line) for line in entry if (match := KERNEL.search(line))]
+    return Counter(OURS if f'"{OURS}"' in line else op for op, line in found)
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -58,9 +62,10 @@ def test_a_layer_of_a_decode_step_is_nine_kernels(
     compiled = compiled_step(preset, rows)
     ops = entry_ops(compiled)
     # norm, qkv, rope and write, attention, merge, o, norm, gate and up, down
-    assert ops["custom-call"] == 9 * model.num_layers + 1 + (preset == "llama-3.1-8b")
+    assert ops[OURS] == 9 * model.num_layers + 1
     assert ops.total() <= 9 * model.num_layers + 16, ops
     layer_bytes = 2 * math.prod((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= model.num_layers * layer_bytes  # the cache, in place
-    assert memory.temp_size_in_bytes < layer_bytes
+    smallest = 2 * model.hidden_size * model.num_heads * model.head_dim  # a wo
+    assert memory.temp_size_in_bytes < smallest < layer_bytes  # no room for a copy of either
