@@ -95,7 +95,7 @@ def owner(ends: Array, index: Array) -> Array:
 
 
 def _numbers(count: int) -> Array:
-    """0, 1, ... as a constant: XLA makes an iota anew, by a kernel, for every layer that reads it."""
+    """0, 1, ... as a constant: an iota XLA makes anew, by a kernel, for every layer's reader."""
     return jnp.asarray(np.arange(count, dtype=np.int32))
 
 
