@@ -192,8 +192,8 @@ def _parts(m: int, inner: int, outer: int, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _bytes(array: jax.ShapeDtypeStruct) -> int:
-    size: int = jnp.dtype(array.dtype).itemsize
-    return math.prod(array.shape) * size
+    size: int = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+    return size
 
 
 def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
