@@ -93,8 +93,8 @@ def matmul_launch(rows: int, inputs: int, outputs: int) -> MatmulLaunch:
     measured = _measured().get(f"matmul {row_tile(rows)}x{inputs}x{outputs}")
     if measured:
         return MatmulLaunch(**measured)
-    columns = depth = 64
-    split = 1
+    columns = 64 if 8 * outputs >= 64 * FILLED else 32
+    depth, split = 64, 1
     while split * -(-outputs // columns) < FILLED and inputs >= 4 * split * depth:
         split *= 2
     return MatmulLaunch(columns, depth, split, num_warps=4, num_stages=6)

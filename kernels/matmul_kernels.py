@@ -10,8 +10,8 @@ import triton.language as tl
 def matmul_kernel(
     x_ptr,  # (M, K)
     w_ptr,  # (K, N)
+    M,
     out_ptr,  # (SPLIT, M, N)
-    M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     SPLIT: tl.constexpr,  # parts that K is cut into
@@ -45,8 +45,8 @@ def matmul_kernel(
 def gated_kernel(
     x_ptr,  # (M, K)
     w_ptr,  # (K, 2, N): gate, up
+    M,
     out_ptr,  # (M, N)
-    M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,

@@ -10,8 +10,8 @@ from jllm.kernels.triton_call import triton_call
 
 Array = jax.Array
 
-WARP_VALUES = 512  # of a row, per warp: 16 for each of its threads
-MAX_WARPS = 8
+# Values that a warp loads at once, 32 for each of its threads: with more, loads wait for registers.
+WARP_VALUES = 1024
 
 
 def add_norm(x: Array, parts: Array | None, weight: Array, eps: float) -> tuple[Array, Array]:
@@ -26,12 +26,12 @@ def add_norm(x: Array, parts: Array | None, weight: Array, eps: float) -> tuple[
         x,
         x if parts is None else parts,
         weight,
+        rows,
         kernel=add_norm_kernel,
         out_type=(out_type if num_parts else none, out_type),
         grid=(rows,),
-        num_warps=max(1, min(MAX_WARPS, padded // WARP_VALUES)),
+        num_warps=min(16, max(4, padded * max(num_parts, 1) // WARP_VALUES)),
         num_stages=1,
-        T=rows,
         E=width,
         PARTS=num_parts,
         EPS=eps,

@@ -11,9 +11,9 @@ def add_norm_kernel(
     x_ptr,  # (T, E)
     parts_ptr,  # (PARTS, T, E)
     weight_ptr,  # (E,)
+    T,
     sum_ptr,  # (T, E)
     out_ptr,  # (T, E)
-    T: tl.constexpr,
     E: tl.constexpr,
     PARTS: tl.constexpr,
     EPS: tl.constexpr,

@@ -15,8 +15,8 @@ def rope_kernel(
     sin_ptr,  # (T, D / 2) float32
     slots_ptr,  # (T,) int32: cache slot of each token
     kv_ptr,  # (N, 2, K, S, D), in place
+    T,
     q_ptr,  # (T, K, G, D)
-    T: tl.constexpr,
     HEADS: tl.constexpr,  # K
     GROUP: tl.constexpr,  # G
     DIM: tl.constexpr,  # D

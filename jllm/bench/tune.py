@@ -131,11 +131,11 @@ def chained_decode(
     lens: jax.Array,
 ) -> jax.Array:
     """Decode attention over several sets of tables, each op on the output of the one before."""
-    from jllm.kernels.paged_attention import decode
+    from jllm.kernels.paged_attention import attend, cut_decode
 
+    cut = cut_decode(q.shape, q.dtype, lens, None, launch)
     for table in tables:
-        scale = q.shape[-1] ** -0.5
-        q = decode(q, kv, table, lens, window=None, scale=scale, launch=launch)
+        q = attend(q, kv, table, cut, window=None, scale=q.shape[-1] ** -0.5)
     return q
 
 
@@ -170,6 +170,7 @@ def _decode(config: ModelConfig, rows: int, key: jax.Array) -> Problem:
 
 def _product(kind: str, product: Op, rows: int, shape: tuple[int, ...], key: jax.Array) -> Problem:
     from jllm.kernels.launches import MatmulLaunch
+    from jllm.kernels.norm import add_norm
 
     inputs, *_, outputs = shape
     gated = len(shape) == 3
@@ -189,8 +190,13 @@ def _product(kind: str, product: Op, rows: int, shape: tuple[int, ...], key: jax
             if split == 1 or (tiles * split <= 600 and inputs >= 2 * split * depth)
         ]
 
-    def op(launch: Any, x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
-        return [product(x, w, launch) for w in weights]
+    def op(launch: Any, x: jax.Array, weights: list[jax.Array]) -> list[Any]:
+        found = [product(x, w, launch) for w in weights]
+        if gated:
+            return found
+        # With the kernel that adds the parts up: it pays for their number.
+        residual, norm = jnp.zeros((rows, outputs), x.dtype), jnp.ones(outputs, x.dtype)
+        return [add_norm(residual, parts, norm, 1e-5) for parts in found]
 
     x = jax.random.normal(key, (rows, inputs), jnp.bfloat16)
     return Problem(f"{kind} {rows}x{inputs}x{outputs}", launches, op, [(x, weights)])

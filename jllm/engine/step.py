@@ -19,6 +19,7 @@ logits; plans, tokens and what is drawn are whole on all of them (parallel/progr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,7 +30,14 @@ from jax import lax
 
 from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
 from jllm.models import vocab
-from jllm.models.attention import Rows, enter_qkv, locate_tokens, paged_attention
+from jllm.models.attention import (
+    Cuts,
+    Rows,
+    cut_rows,
+    enter_qkv,
+    locate_tokens,
+    paged_attention,
+)
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
 from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
@@ -107,18 +115,26 @@ def forward(
         tokens = tokens.at[entry, where.position[prefill]].set(fields["prefill_tokens"])
 
     config = params.config
+    _, heads, wide, dim = params.layers[0].wqkv.shape  # (E, K, G + 2, D)
+    queries = (len(ids), heads, wide - 2, dim)
+
+    @functools.cache
+    def cuts(window: int | None) -> Cuts:
+        return cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
 
     def attend(
         index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: Array
     ) -> tuple[Array, Array]:
         q, kv = enter_qkv(qkv, layer.norms, rope, where.slot, kv, config.rms_norm_eps)
+        window = config.window(index)
         out = paged_attention(
             q,
             kv,
             rows,
             num_decode=spec.num_decode,
-            window=config.window(index),
+            window=window,
             scale=config.head_dim**-0.5,
+            cuts=cuts(window),
         )
         return out, kv
 
