@@ -26,8 +26,7 @@ def spec(*shape: int, dtype: Any = "int32") -> jax.ShapeDtypeStruct:
 
 
 @DTYPES
-@pytest.mark.parametrize("width", [576, 8192])
-@pytest.mark.parametrize("parts", [0, 1, 4])
+@pytest.mark.parametrize(("parts", "width"), [(0, 576), (1, 8192), (4, 576)])
 def test_add_norm(parts: int, width: int, dtype: str) -> None:
     y = spec(parts, 64, width, dtype="float32" if parts > 1 else dtype) if parts else None
     op = jax.jit(functools.partial(add_norm, eps=1e-5))
