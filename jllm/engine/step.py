@@ -118,6 +118,8 @@ def _forward(
     decode_ids = tokens[slots[: spec.num_decode], where.position[: spec.num_decode]]
     ids = jnp.concatenate([decode_ids, fields["prefill_tokens"]])
     if spec.num_prefill:
+        # Read before the table is written: else XLA writes into a copy of all of it.
+        ids, tokens = lax.optimization_barrier((ids, tokens))
         prefill = slice(spec.num_decode, None)
         real = where.slot[prefill] >= block_size  # padding tokens are in the scratch block
         entry = jnp.where(real, slots[where.row[prefill]], tokens.shape[0] - 1)
