@@ -37,7 +37,7 @@ def test_greedy_tokens_equal_the_uncached_model_under_preemption() -> None:
 @pytest.mark.parametrize("preset", ["smollm2-135m", "qwen3-0.6b"])
 @pytest.mark.parametrize("repeats", [1, 8])
 def test_bfloat16_logprobs_are_those_of_the_plain_model(preset: str, repeats: int) -> None:
-    """Prefill, single and repeated decode steps by kernels, against the whole sequence in plain XLA:
+    """Prefill, single and repeated decode steps by kernels, against whole sequences in plain XLA:
     the logprob of every greedy token, and that it is the likeliest or as good as."""
     config = jllm.ModelConfig.preset(preset)
     params = jllm.init(config, jax.random.key(1), dtype="bfloat16")
