@@ -7,7 +7,6 @@ with its ``choices``. Streamed, every piece is a chunk; otherwise they are joine
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from fastapi import Request, Response
 
 import jllm
 from jllm.outputs import RequestOutput
+from jllm.server.errors import bad_request
 from jllm.server.limits import MAX_NAME
 from jllm.server.middleware import REQUEST_ID
 from jllm.server.protocol import Generation
@@ -32,8 +32,16 @@ FINGERPRINT = f"jllm-{jllm.__version__}"
 
 def answer_id(prefix: str, body: Generation, request: Request) -> str:
     """A name for the answer: the client's own, or one made up."""
-    name = request.headers.get(REQUEST_ID, "")[:MAX_NAME] or body.request_id or uuid.uuid4().hex
-    return f"{prefix}-{name}"
+    name: str = request.headers.get(REQUEST_ID) or body.request_id or request.state.request_id
+    return f"{prefix}-{name[:MAX_NAME]}"
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    """Raises APIError for a sample that could not be ended as it had to be."""
+    for sample in output.outputs:
+        if sample.finish_reason == "abort" and sample.stop_reason is not None:
+            raise bad_request(f"The text could not be finished: {sample.stop_reason}")
+    return output
 
 
 async def answer(
@@ -69,7 +77,7 @@ async def _whole(ticket: Ticket, pieces: Pieces, usage: Usage, head: Piece) -> R
     choices: list[Piece] = []
     while news := await ticket.news():
         for index, output in news:
-            usage.add(index, output)
+            usage.add(index, _checked(output))
             for piece in pieces(index, output):
                 choices += piece.pop("choices")
                 head |= piece
@@ -85,7 +93,7 @@ async def _chunks(
     while news := await ticket.news():
         events = []
         for index, output in news:
-            usage.add(index, output)
+            usage.add(index, _checked(output))
             for piece in pieces(index, output):
                 if continuous:
                     piece["usage"] = usage.as_json()

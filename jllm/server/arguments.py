@@ -28,6 +28,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--api-key", help="required of requests under /v1; else $JLLM_API_KEY, if that is set")
     option("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     option(
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="how the model writes tool calls, hermes or llama3_json; else as its template shows",
+    )
+    option(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
@@ -67,6 +72,7 @@ def run(options: argparse.Namespace, load: Callable[[argparse.Namespace], jllm.P
         model=options.model,
         api_key=os.environ.get("JLLM_API_KEY") if options.api_key is None else options.api_key,
         chat_template=_chat_template(options.chat_template),
+        tool_call_parser=options.tool_call_parser,
         sampling_defaults=_sampling_defaults(options),
         max_waiting=options.max_waiting,
         max_n=options.max_n,

@@ -22,6 +22,7 @@ from jllm.server.errors import APIError, from_value_error, server_fault
 from jllm.server.jobs import Job, Part
 from jllm.server.metrics import Metrics
 from jllm.server.ticket import Ticket
+from jllm.structured import Structured
 
 logger = logging.getLogger("jllm.server")
 
@@ -108,6 +109,13 @@ class AsyncEngine:
     def num_open(self) -> int:
         """HTTP requests that the engine works on or is about to."""
         return len(self._tickets)
+
+    def prepare_structured(self, form: Structured) -> None:
+        """``Engine.prepare_structured``; any thread may call it.
+
+        Raises ValueError: the form cannot be used.
+        """
+        self._engine.prepare_structured(form)
 
     async def submit(
         self,

@@ -13,7 +13,7 @@ from jllm.server.answer import Piece, answer, answer_id
 from jllm.server.errors import bad_request
 from jllm.server.limits import MAX_SAMPLES
 from jllm.server.protocol import CompletionRequest
-from jllm.server.sampling import check_generation, sampling_params, tokens_to_keep
+from jllm.server.sampling import check_generation, form_of, sampling_params, tokens_to_keep
 from jllm.server.served import Served, TokenPrompt
 from jllm.server.usage import Usage
 
@@ -24,6 +24,8 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
     """The answer, whole or streamed; raises APIError for what cannot be answered."""
     check_generation(body, served)
     _check(body)
+    structured = form_of(body)
+    await served.prepare_form(structured)
     prompts = await served.token_prompts(
         body.prompts,
         add_special_tokens=body.add_special_tokens,
@@ -41,6 +43,7 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in scored if count is not None), default=None),
+        structured=structured,
     )
     id = answer_id("cmpl", body, request)
     ticket = await served.engine.submit(

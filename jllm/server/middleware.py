@@ -19,7 +19,8 @@ REQUEST_ID = "x-request-id"
 
 
 class RequestId:
-    """Sends the client's ``X-Request-Id`` back, or one made up."""
+    """Sends the client's ``X-Request-Id`` back, or one made up, which routes find in the state of
+    the request under the name ``request_id``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -29,6 +30,8 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         request_id = Headers(scope=scope).get(REQUEST_ID) or uuid.uuid4().hex
+
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

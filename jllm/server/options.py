@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jllm.sampling_params import SamplingParams
+from jllm.server.call_formats import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class ServerOptions:
       model: what /v1/models says the model was loaded from.
       api_key: what requests under /v1 must send as a bearer token; None asks for nothing.
       chat_template: Jinja source used instead of the tokenizer's own template.
+      tool_call_parser: how the model writes tool calls, one of ``call_formats.FORMATS``; None for
+        what its chat template shows.
       sampling_defaults: of ``temperature``, ``top_p`` and ``top_k``, for requests that do not say.
       max_waiting: samples that may wait for a place in the batch before more are refused with
         status 429; None lets any number wait.
@@ -37,6 +40,7 @@ class ServerOptions:
     model: str | None = None
     api_key: str | None = field(default=None, repr=False)
     chat_template: str | None = None
+    tool_call_parser: str | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_waiting: int | None = None
     max_n: int = 128
@@ -53,6 +57,10 @@ class ServerOptions:
             raise ValueError("served_model_name must hold at least one name, none of them empty.")
         if self.api_key == "":
             raise ValueError("api_key is empty, which would let everyone in; leave it out instead.")
+        if self.tool_call_parser is not None and self.tool_call_parser not in FORMATS:
+            raise ValueError(
+                f"tool_call_parser must be {' or '.join(FORMATS)}, not {self.tool_call_parser!r}."
+            )
         if self.max_waiting is not None and self.max_waiting < 0:
             raise ValueError(f"max_waiting must be at least 0, not {self.max_waiting}.")
         if self.max_n < 1:

@@ -89,22 +89,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class JSONSchema(Body):
-    """The schema of ``response_format``."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """What the text must be: any text, any JSON object, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-
-
 class Generation(Body):
     """The fields that both kinds of generation share."""
 
@@ -142,12 +126,14 @@ class Generation(Body):
     request_id: Name | None = None
     cache_salt: Name | None = None
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    # The form of the text; response_format.py knows what these may be.
+    response_format: Any = None
+    structured_outputs: Any = None
     guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     use_beam_search: bool = False
     logits_processors: list[Any] | None = None
 
@@ -211,31 +197,6 @@ class CompletionRequest(Generation):
         return self.prompt  # type: ignore[return-value]  # the validator made it a list of prompts
 
 
-class Function(Body):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class FunctionName(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """A ``tool_choice`` that asks for one function."""
-
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
 class Message(Body):
     """One message of a conversation. Templates may read further fields."""
 
@@ -272,9 +233,9 @@ class ChatRequest(TemplateOptions, Generation):
     add_special_tokens: bool = False  # the template writes BOS
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    tools: list[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Any = None  # tools.py knows what these two may be
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
     functions: list[Any] | None = None
     function_call: Any = None
 

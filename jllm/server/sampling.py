@@ -8,17 +8,9 @@ from dataclasses import replace
 from jllm.sampling_params import SamplingParams
 from jllm.server.errors import bad_request, from_value_error
 from jllm.server.protocol import Generation
+from jllm.server.response_format import FIELDS, structured_of
 from jllm.server.served import Served, TokenPrompt
-
-# What cannot be done yet, or will not: better refused than left out.
-UNSUPPORTED = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "logits_processors",
-)
+from jllm.structured import Structured
 
 
 def check_generation(body: Generation, served: Served) -> None:
@@ -36,16 +28,19 @@ def check_generation(body: Generation, served: Served) -> None:
             f"truncate_prompt_tokens must be at least 1, or -1, not {keep}.",
             "truncate_prompt_tokens",
         )
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad_request(
-            f"response_format of type {body.response_format.type!r} is not supported, only 'text'.",
-            "response_format",
-        )
-    for name in UNSUPPORTED:
-        if getattr(body, name) is not None:
+    for name in ("use_beam_search", "logits_processors"):
+        if getattr(body, name):
             raise bad_request(f"{name} is not supported.", name)
-    if body.use_beam_search:
-        raise bad_request("use_beam_search is not supported.", "use_beam_search")
+
+
+def form_of(body: Generation) -> Structured | None:
+    """The form that the text must have; raises APIError for one that is malformed."""
+    fields = {name: getattr(body, name) for name in FIELDS}
+    try:
+        return structured_of(fields)
+    except ValueError as error:
+        asked = next(name for name, value in fields.items() if value is not None)
+        raise bad_request(str(error), asked) from error
 
 
 def tokens_to_keep(body: Generation, served: Served) -> int | None:
@@ -64,13 +59,16 @@ def sampling_params(
     default_max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    structured: Structured | None = None,
+    skip_special_tokens: bool | None = None,
 ) -> list[SamplingParams]:
     """The options of each prompt.
 
     Args:
       max_tokens: most tokens to generate, if the request says.
       default_max_tokens: otherwise, or fewer if fewer fit; None for as many as fit.
-      logprobs, prompt_logprobs: as in SamplingParams.
+      logprobs, prompt_logprobs, structured: as in SamplingParams.
+      skip_special_tokens: instead of the request's.
 
     Raises:
       APIError: 400 for an option out of its range, and for a prompt that does not fit.
@@ -100,7 +98,10 @@ def sampling_params(
             bad_words=body.bad_words,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=body.skip_special_tokens,
+            skip_special_tokens=(
+                body.skip_special_tokens if skip_special_tokens is None else skip_special_tokens
+            ),
+            structured=structured,
             spaces_between_special_tokens=body.spaces_between_special_tokens,
             priority=body.priority,
         )

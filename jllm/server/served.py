@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jllm
 from jllm.chat_template import render
 from jllm.server.async_engine import AsyncEngine
+from jllm.server.call_formats import FORMATS, CallFormat, guess_format
 from jllm.server.errors import APIError, bad_request
 from jllm.server.metrics import Metrics
 from jllm.server.options import ServerOptions
 from jllm.server.protocol import Message, Prompt, TemplateOptions
+from jllm.server.tools import messages_for_template
+from jllm.structured import Structured
 from jllm.tokenizer import Tokenizer
 
 TEXT_THREADS = 4
@@ -71,6 +75,28 @@ class Served:
             return self.options.chat_template
         return None if self.tokenizer is None else self.tokenizer.chat_template
 
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes tool calls: as the server was told, or as its template shows."""
+        if self.options.tool_call_parser is not None:
+            return FORMATS[self.options.tool_call_parser]
+        return guess_format(self.chat_template)
+
+    @functools.cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the tokenizer's special tokens."""
+        if self.tokenizer is None:
+            return frozenset()
+        ids = sorted(self.tokenizer.special_ids)
+        decode = self.tokenizer.decode
+        return frozenset(decode([token], skip_special_tokens=False) for token in ids)
+
+    async def prepare_form(self, form: Structured | None) -> None:
+        """Compiles what a text must look like, in another thread and before the engine meets it;
+        raises APIError 400 for a form that cannot be used."""
+        if form is not None:
+            await self._in_thread(lambda: self.engine.prepare_structured(form))
+
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 unless the model is served under this name; None means any."""
         if name is not None and name not in self.names:
@@ -125,9 +151,10 @@ class Served:
         options: TemplateOptions,
         *,
         add_special_tokens: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; raises APIError 400 if the template cannot or will not
-        write it."""
+        """Token ids of a conversation, and of the tools it may use; raises APIError 400 if the
+        template cannot or will not write it."""
         tokenizer, template = self._tokenizer(), self.chat_template
         if options.chat_template is not None:
             raise bad_request(
@@ -144,11 +171,12 @@ class Served:
         def ids() -> list[int]:
             text = render(
                 template,
-                plain,
+                messages_for_template(plain),
                 bos_token=tokenizer.bos_token,
                 eos_token=tokenizer.eos_token,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
+                tools=tools,
                 **options.chat_template_kwargs,
             )
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)

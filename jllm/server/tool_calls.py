@@ -31,6 +31,11 @@ class ToolCall:
     name: str
     arguments: str
 
+    def as_json(self) -> dict[str, Any]:
+        """An entry of ``message.tool_calls``."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @dataclass(slots=True)
 class CallDelta:
