@@ -16,14 +16,16 @@ from jllm.server.served import Served
 from jllm.server.tool_calls import ToolCall, parse
 from jllm.server.tools import AnswerPlan, plan_answer
 from jllm.server.usage import Usage
+from jllm.structured import Structured
 
 
 async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
     """The answer, whole or streamed; raises APIError for what cannot be answered."""
     check_generation(body, served)
     _check(body)
-    plan = _plan(body, served)
-    await served.prepare_form(plan.structured)
+    form, asked = form_of(body)
+    plan = _plan(body, served, form)
+    await served.prepare_form(plan.structured, "tools" if plan.format else asked)
     ids = await served.chat_prompt(
         body.messages,
         body,
@@ -65,13 +67,13 @@ def _check(body: ChatRequest) -> None:
         raise bad_request("functions are not supported.", "functions")
 
 
-def _plan(body: ChatRequest, served: Served) -> AnswerPlan:
+def _plan(body: ChatRequest, served: Served, form: Structured | None) -> AnswerPlan:
     """What the request's tools and form ask for; raises APIError for what cannot be."""
     try:
         return plan_answer(
             body.tools,
             body.tool_choice,
-            form_of(body),
+            form,
             format=served.call_format,
             chat_template=served.chat_template,
             parallel_tool_calls=body.parallel_tool_calls,

@@ -24,8 +24,8 @@ async def complete(served: Served, body: CompletionRequest, request: Request) ->
     """The answer, whole or streamed; raises APIError for what cannot be answered."""
     check_generation(body, served)
     _check(body)
-    structured = form_of(body)
-    await served.prepare_form(structured)
+    structured, asked = form_of(body)
+    await served.prepare_form(structured, asked)
     prompts = await served.token_prompts(
         body.prompts,
         add_special_tokens=body.add_special_tokens,

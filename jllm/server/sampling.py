@@ -33,13 +33,14 @@ def check_generation(body: Generation, served: Served) -> None:
             raise bad_request(f"{name} is not supported.", name)
 
 
-def form_of(body: Generation) -> Structured | None:
-    """The form that the text must have; raises APIError for one that is malformed."""
+def form_of(body: Generation) -> tuple[Structured | None, str | None]:
+    """The form that the text must have, and the field that asks for it; raises APIError for one
+    that is malformed."""
     fields = {name: getattr(body, name) for name in FIELDS}
+    asked = next((name for name, value in fields.items() if value is not None), None)
     try:
-        return structured_of(fields)
+        return structured_of(fields), asked
     except ValueError as error:
-        asked = next(name for name, value in fields.items() if value is not None)
         raise bad_request(str(error), asked) from error
 
 

@@ -91,11 +91,16 @@ class Served:
         decode = self.tokenizer.decode
         return frozenset(decode([token], skip_special_tokens=False) for token in ids)
 
-    async def prepare_form(self, form: Structured | None) -> None:
+    async def prepare_form(self, form: Structured | None, param: str | None) -> None:
         """Compiles what a text must look like, in another thread and before the engine meets it;
-        raises APIError 400 for a form that cannot be used."""
-        if form is not None:
+        raises APIError 400 for a form that cannot be used, naming the field that asked for it."""
+        if form is None:
+            return
+        try:
             await self._in_thread(lambda: self.engine.prepare_structured(form))
+        except APIError as error:
+            name = f"Structured.{form.kind}"
+            raise bad_request(error.message.replace(name, param or name), param) from error
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 unless the model is served under this name; None means any."""
