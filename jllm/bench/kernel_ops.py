@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllm.bench.roofline import attention_flops, matmul_shapes
 from jllm.config import ModelConfig
 from jllm.models.attention import Rows, paged_attention, write_kv
 from jllm.models.layers import apply_rope, matmul, rms_norm, rope_tables
@@ -24,6 +23,7 @@ from jllm.models.rng import gumbel_rows
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, sample
 from jllm.models.transformer import head
 from jllm.params import Params
+from jllm.roofline import attention_flops, matmul_shapes
 
 Args = tuple[Any, ...]
 Error = Callable[[Args, Any], float]

@@ -52,7 +52,8 @@ def forward(
     """
     config = params.config
     rope = rope_tables(config, positions)
-    x = vocab.embed(params.embed, tokens, axis)
+    with jax.named_scope("embed"):
+        x = vocab.embed(params.embed, tokens, axis)
     new_cache = []
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer{index}"):
