@@ -56,8 +56,13 @@ def run(options: argparse.Namespace) -> None:
     engine = engine_config(options, config)
     sizes = options.compare or ()
     _use_no_gpu(max(options.tp, *sizes, 1))
-    settings = dict(gpu=options.gpu, batch=options.batch, context=options.context)
-    found = explain(config, options.tp, engine, compiled_layers=options.compiled_layers, **settings)
+    settings = dict(
+        gpu=options.gpu,
+        batch=options.batch,
+        context=options.context,
+        compiled_layers=options.compiled_layers,
+    )
+    found = explain(config, options.tp, engine, **settings)
     print(found)
     if sizes:
         layouts = compare(config, sizes, engine, **settings)

@@ -208,12 +208,21 @@ def compare(
     gpu: str | None = None,
     batch: int | None = None,
     context: int | None = None,
+    compiled_layers: int = COMPILED_LAYERS,
 ) -> list[Layout]:
     """``explain`` for several numbers of devices; what cannot be is told in a layout's problem."""
     layouts = []
     for tp in sizes:
         try:
-            found = explain(config, tp, engine_config, gpu=gpu, batch=batch, context=context)
+            found = explain(
+                config,
+                tp,
+                engine_config,
+                gpu=gpu,
+                batch=batch,
+                context=context,
+                compiled_layers=compiled_layers,
+            )
         except ValueError as error:
             layouts.append(Layout(tp, None, str(error)))
         else:
