@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from pathlib import Path
 
 import jax
 
 _compiles = 0
 _compile_s = 0.0
+_lock = threading.Lock()  # programs are compiled in several threads
 
 
 def compiles_so_far() -> int:
@@ -29,8 +31,9 @@ def _listen_for_compiles() -> None:
     def listener(event: str, duration_secs: float, **kwargs: str | int) -> None:
         global _compiles, _compile_s
         if event == "/jax/core/compile/backend_compile_duration":
-            _compiles += 1
-            _compile_s += duration_secs
+            with _lock:
+                _compiles += 1
+                _compile_s += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listener)
 

@@ -43,6 +43,13 @@ class Layer:
     w_down: jax.Array  # (F, E)
     b_down: jax.Array | None  # (E,)
 
+    @property
+    def norms(self) -> tuple[jax.Array, jax.Array] | None:
+        """Weights of q's and of k's RMSNorm, in models that have them."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm, self.k_norm
+
 
 @flax.struct.dataclass
 class Params:

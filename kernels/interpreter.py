@@ -50,7 +50,7 @@ class _Tensor:
 
 
 def interpret(
-    arrays: tuple[jax.Array, ...],
+    arguments: tuple[jax.Array | int, ...],
     kernel: Any,
     out_type: Any,
     grid: tuple[int, ...],
@@ -59,17 +59,19 @@ def interpret(
 ) -> tuple[Any, list[Any]]:
     """The outputs of a kernel, and its operands ``in_place`` as it left them."""
     types, tree = jax.tree.flatten(out_type)
+    arrays = {i: x for i, x in enumerate(arguments) if not isinstance(x, int)}
     updated = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place]
 
     def run(*inputs: Any) -> list[NDArray[Any]]:
-        operands = [np.array(x) for x in inputs]
+        operands = {i: np.array(x) for i, x in zip(arrays, inputs, strict=True)}
         # What a kernel does not write is poison, not zero.
         outputs = [
             np.full(t.shape, np.nan if np.issubdtype(t.dtype, np.floating) else -1, t.dtype)
             for t in types
         ]
-        kernel[grid](*map(_Tensor, (*operands, *outputs)), **constants)
+        given = [_Tensor(operands[i]) if i in operands else x for i, x in enumerate(arguments)]
+        kernel[grid](*given, *map(_Tensor, outputs), **constants)
         return [*outputs, *(operands[i] for i in in_place)]
 
-    results = jax.pure_callback(run, [*types, *updated], *arrays)
+    results = jax.pure_callback(run, [*types, *updated], *arrays.values())
     return jax.tree.unflatten(tree, results[: len(types)]), list(results[len(types) :])

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import triton
 
 from jllm.kernels.attention_kernels import attention_kernel, merge_kernel
+from jllm.kernels.launches import AttentionLaunch, decode_launch, prefill_launch
 from jllm.kernels.tiles import Parts, Tiles, cut, decode_tiles, owner, prefill_tiles, whole
 from jllm.kernels.triton_call import triton_call
 
@@ -32,67 +33,44 @@ Array = jax.Array
 LOG2_E = 1.4426950408889634
 
 
-class Launch(NamedTuple):
-    """How an attention kernel is launched.
+class Merge(NamedTuple):
+    """Where each of the T queries finds its parts. All (T,) int32."""
+
+    first: Array  # the first part of its tile
+    number: Array  # how many those are
+    query: Array  # its place in the tile
+
+
+class Cut(NamedTuple):
+    """How the queries of a step are cut into tiles and the contexts of tiles into parts: the same
+    for all layers of one window, so it is worked out once.
 
     Attributes:
-      rows: of a tile's matrix products, Q * G of them used.
-      context: context tokens per iteration.
-      num_warps, num_stages: of Triton.
-      programs: to fill the GPU, all KV heads together; contexts are cut into parts up to there.
-      least: iterations of a part, but for short contexts.
+      tiles, parts: see tiles.py.
+      size: Q, queries of a tile.
+      causal: whether queries of a tile see different contexts.
+      launch: how the kernel is launched.
+      merge: None if no tile has several parts.
     """
 
-    rows: int
-    context: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    least: int = 1
+    tiles: Tiles
+    parts: Parts
+    size: int
+    causal: bool
+    launch: AttentionLaunch
+    merge: Merge | None = None
 
 
-DECODE = Launch(rows=16, context=16, num_warps=1, num_stages=3, programs=132 * 8)
-PREFILL = Launch(rows=128, context=64, num_warps=4, num_stages=3, programs=132 * 2, least=4)
-# float32 is multiplied outside the tensor cores, in code that grows with the tile.
-DECODE_FLOAT32 = Launch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
-PREFILL_FLOAT32 = Launch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
-
-
-class _Partial(NamedTuple):
-    """Results of parts, and where each of the T queries finds its own."""
-
-    partial: Array  # (X, Q, K, G, D) float32
-    lse: Array  # (X, Q, K, G) float32
-    first: Array  # (T,)
-    number: Array  # (T,)
-    query: Array  # (T,)
-
-
-def decode(
-    q: Array,
-    kv: Array,
-    tables: Array,
+def cut_decode(
+    shape: tuple[int, ...],
+    dtype: Any,
     context_lens: Array,
-    *,
     window: int | None,
-    scale: float,
-    launch: Launch | None = None,
-) -> Array:
-    """Attention of one query per row, the last of its context.
-
-    Args:
-      q: (B, K, G, D); kv: (N, 2, K, S, D); tables: (B, P) int32.
-      context_lens: (B,) int32; 0 for a row of padding, whose result is undefined.
-      window: tokens a query sees, itself included; None for all.
-      scale: factor on the scores.
-      launch: instead of the usual one.
-
-    Returns:
-      (B, K, G, D).
-    """
-    heads, group = q.shape[1:3]
-    if launch is None:
-        launch = DECODE_FLOAT32 if q.dtype == jnp.float32 else DECODE
+    launch: AttentionLaunch | None = None,
+) -> Cut:
+    """The cut of one query per row, q (B, K, G, D), with contexts (B,)."""
+    heads, group = shape[1:3]
+    launch = launch or decode_launch(shape, dtype)
     launch = launch._replace(rows=max(16, triton.next_power_of_2(group)))
     tiles = decode_tiles(context_lens)
     begins = _first_seen(tiles, window, launch)
@@ -103,88 +81,64 @@ def decode(
         programs=max(1, launch.programs // heads),
         least=launch.least,
     )
-    out, partial, lse = _launch(
-        q, kv, tables, tiles, parts, 1, window=window, scale=scale, causal=False, launch=launch
-    )
-    query = jnp.zeros_like(parts.first)
-    return _merged(out, _Partial(partial, lse, parts.first, parts.number, query))
+    merge = Merge(parts.first, parts.number, jnp.zeros_like(parts.first))
+    return Cut(tiles, parts, 1, False, launch, merge)
 
 
-def prefill(
-    q: Array,
-    kv: Array,
-    tables: Array,
+def cut_prefill(
+    shape: tuple[int, ...],
+    dtype: Any,
     query_start: Array,
     context_lens: Array,
-    *,
     window: int | None,
-    scale: float,
-    launch: Launch | None = None,
-) -> Array:
-    """Causal attention of chunks of rows' tokens, each the last of its row's context.
-
-    Args:
-      q: (T, K, G, D); kv: (N, 2, K, S, D); tables: (B, P) int32.
-      query_start: (B + 1,) int32, first query of each row; the last entry is their number.
-      context_lens: (B,) int32, tokens of each row, the chunk included.
-      window, scale, launch: see ``decode``.
-
-    Returns:
-      (T, K, G, D); undefined for queries past the last row's.
-    """
-    num_tokens, heads, group, _ = q.shape
-    if launch is None:
-        launch = PREFILL_FLOAT32 if q.dtype == jnp.float32 else PREFILL
+    launch: AttentionLaunch | None = None,
+) -> Cut:
+    """The cut of chunks of rows' tokens, q (T, K, G, D), each the last of its row's context."""
+    num_tokens, heads, group, _ = shape
+    launch = launch or prefill_launch(dtype)
     launch = launch._replace(rows=max(launch.rows, triton.next_power_of_2(group)))
     size = min(launch.rows // group, num_tokens)
     tiles = prefill_tiles(query_start, context_lens, num_tokens, size)
     begins = _first_seen(tiles, window, launch)
     ends = jnp.where(tiles.length > 0, tiles.position + tiles.length, begins)
-    options: dict[str, Any] = dict(window=window, scale=scale, causal=True, launch=launch)
     # A few tiles would leave most of the GPU idle: then contexts are cut here too.
     programs = (launch.programs - len(begins) * heads) // heads
     if programs <= 0:
-        return _launch(q, kv, tables, tiles, whole(begins, ends), size, **options)[0]
+        return Cut(tiles, whole(begins, ends), size, True, launch)
     parts = cut(begins, ends, step=launch.context, programs=programs, least=launch.least)
-    out, partial, lse = _launch(q, kv, tables, tiles, parts, size, **options)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     tile = jnp.minimum(owner(tiles.token + tiles.length, token), len(begins) - 1)
     query = jnp.minimum(token - tiles.token[tile], size - 1)
-    return _merged(out, _Partial(partial, lse, parts.first[tile], parts.number[tile], query))
+    merge = Merge(parts.first[tile], parts.number[tile], query)
+    return Cut(tiles, parts, size, True, launch, merge)
 
 
-def _first_seen(tiles: Tiles, window: int | None, launch: Launch) -> Array:
-    """First context token (M,) that a tile's queries see, down to a whole iteration."""
-    if window is None:
-        return jnp.zeros_like(tiles.position)
-    return jnp.maximum(tiles.position - window + 1, 0) // launch.context * launch.context
+def attend(
+    q: Array, kv: Array, tables: Array, cut: Cut, *, window: int | None, scale: float
+) -> Array:
+    """Attention over the cached context.
 
+    Args:
+      q: (T, K, G, D); kv: (N, 2, K, S, D); tables: (B, P) int32.
+      cut: from ``cut_decode`` or ``cut_prefill``, for the same window.
+      window: tokens a query sees, itself included; None for all.
+      scale: factor on the scores.
 
-def _launch(
-    q: Array,
-    kv: Array,
-    tables: Array,
-    tiles: Tiles,
-    parts: Parts,
-    size: int,
-    *,
-    window: int | None,
-    scale: float,
-    causal: bool,
-    launch: Launch,
-) -> tuple[Array, Array, Array]:
-    """``out`` (T, K, G, D) of tiles of one part, partial sums and their weights of the others."""
+    Returns:
+      (T, K, G, D); undefined for rows and queries of padding.
+    """
     heads, group, dim = q.shape[1:]
+    tiles, parts, launch = cut.tiles, cut.parts, cut.launch
     num_parts = len(parts.tile)
-    partial = num_parts > len(tiles.row)
+    split = cut.merge is not None
     alone = (parts.number == 1).astype(jnp.int32)[parts.tile]
-    shape = (num_parts, size, heads, group) if partial else (1, 1, 1, 1)
+    shape = (num_parts, cut.size, heads, group) if split else (1, 1, 1, 1)
     out_type = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    results: tuple[Array, Array, Array] = triton_call(
+    out, partial, lse = triton_call(
         q,
         kv,
         tables,
@@ -206,36 +160,52 @@ def _launch(
         GROUP=group,
         BLOCK=kv.shape[3],
         DIM=dim,
-        QUERIES=size,
+        QUERIES=cut.size,
         SCALE=scale * LOG2_E,
         WINDOW=window or 0,
-        CAUSAL=causal,
-        PARTIAL=partial,
+        CAUSAL=cut.causal,
+        PARTIAL=split,
         ROWS=launch.rows,
         CONTEXT=launch.context,
         DIM_PADDED=triton.next_power_of_2(dim),
     )
-    return results
+    if cut.merge is None:
+        result: Array = out
+        return result
+    return _merged(out, partial, lse, cut.merge)
 
 
-def _merged(out: Array, parts: _Partial) -> Array:
+def _first_seen(tiles: Tiles, window: int | None, launch: AttentionLaunch) -> Array:
+    """First context token (M,) that a tile's queries see, down to a whole iteration."""
+    if window is None:
+        return jnp.zeros_like(tiles.position)
+    return jnp.maximum(tiles.position - window + 1, 0) // launch.context * launch.context
+
+
+def _merged(out: Array, partial: Array, lse: Array, merge: Merge) -> Array:
     """``out`` (T, K, G, D) with the queries of several parts filled in."""
     num_tokens, heads, group, dim = out.shape
+    # Parts read at once: what a query has if all have as many.
+    num_parts, size = partial.shape[:2]
+    each = num_parts * size // num_tokens
+    each = triton.next_power_of_2(max(4, min(64, each)))
     _, (merged,) = triton_call(
-        *parts,
+        partial,
+        lse,
+        *merge,
         out,
         kernel=merge_kernel,
         out_type=(),
-        in_place=[len(parts)],
+        in_place=[5],
         grid=(num_tokens, heads, group),
-        num_warps=1,
+        num_warps=max(1, min(8, each * dim // 1024)),
         num_stages=1,
         HEADS=heads,
         GROUP=group,
         DIM=dim,
-        QUERIES=parts.partial.shape[1],
+        QUERIES=size,
         DIM_PADDED=triton.next_power_of_2(dim),
-        PARTS=16,
+        PARTS=each,
     )
     result: Array = merged
     return result

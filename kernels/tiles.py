@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
@@ -34,7 +35,7 @@ class Parts(NamedTuple):
 
 def decode_tiles(context_lens: Array) -> Tiles:
     """A tile for each decode row."""
-    index = jnp.arange(len(context_lens), dtype=jnp.int32)
+    index = _numbers(len(context_lens))
     return Tiles(index, index, context_lens - 1, (context_lens > 0).astype(jnp.int32))
 
 
@@ -58,7 +59,7 @@ def prefill_tiles(query_start: Array, context_lens: Array, num_tokens: int, size
 
 def whole(begins: Array, ends: Array) -> Parts:
     """One part per tile."""
-    index = jnp.arange(len(begins), dtype=jnp.int32)
+    index = _numbers(len(begins))
     return Parts(jnp.where(ends > begins, index, -1), begins, ends, index, jnp.ones_like(index))
 
 
@@ -91,6 +92,11 @@ def owner(ends: Array, index: Array) -> Array:
     By comparing all with all: a binary search is a loop, which a CUDA graph does not capture.
     """
     return (ends[None, :] <= index[:, None]).sum(axis=1, dtype=jnp.int32)
+
+
+def _numbers(count: int) -> Array:
+    """0, 1, ... as a constant: an iota XLA makes anew, by a kernel, for every layer's reader."""
+    return jnp.asarray(np.arange(count, dtype=np.int32))
 
 
 def _running_sum(x: Array) -> Array:

@@ -59,7 +59,7 @@ def _jax_triton() -> Any:
 
 
 def triton_call(
-    *arrays: jax.Array,
+    *arguments: jax.Array | int,
     kernel: Any,
     out_type: Any,
     grid: tuple[int, ...],
@@ -71,12 +71,14 @@ def triton_call(
     """Launches a Triton kernel inside a jitted function.
 
     Args:
-      arrays: the kernel's operands; its outputs follow them as pointers, in the order of out_type.
+      arguments: the kernel's operands, and integers; its outputs follow them as pointers, in the
+        order of out_type. A kernel is compiled once for all integers, but for 1 and for whether
+        16 divides them: sizes that differ from one step to the next are better no constants.
       kernel: a function under ``triton.jit``.
       out_type: a pytree of ShapeDtypeStructs.
       grid: programs along each axis.
       num_warps, num_stages: of the launch.
-      in_place: places in ``arrays`` of those that the kernel updates; nothing is copied if the
+      in_place: places in ``arguments`` of arrays that the kernel updates; nothing is copied if the
         array is donated or a temporary.
       constants: the kernel's constexprs, by name.
 
@@ -89,14 +91,14 @@ def triton_call(
     if os.environ.get("TRITON_INTERPRET") == "1":
         from jllm.kernels.interpreter import interpret
 
-        outputs, updated = interpret(arrays, kernel, out_type, grid, tuple(in_place), constants)
+        outputs, updated = interpret(arguments, kernel, out_type, grid, tuple(in_place), constants)
         return (outputs, updated) if in_place else outputs
     options: dict[str, Any] = {"backend_options": BACKEND_OPTIONS}
     if _target.value is not None:
         options["compute_capability"] = _target.value
-    refs = {index: jax.new_ref(arrays[index]) for index in in_place}
+    refs = {index: jax.new_ref(arguments[index]) for index in in_place}
     outputs = _jax_triton().triton_call(
-        *(refs.get(index, array) for index, array in enumerate(arrays)),
+        *(refs.get(index, argument) for index, argument in enumerate(arguments)),
         kernel=kernel,
         out_type=out_type,
         grid=grid,

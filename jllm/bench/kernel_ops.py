@@ -290,8 +290,9 @@ def kv_write(
 SAMPLERS = {
     "greedy": SamplerSpec(),
     "random": SamplerSpec(random=True),
-    "topk50_topp095": SamplerSpec(filtered=True),
     "random_logprobs": SamplerSpec(random=True, logprobs=0),
+    "topk50_topp095": SamplerSpec(filtered=True),
+    "topk50_topp095_logprobs": SamplerSpec(filtered=True, logprobs=0),
 }
 
 
@@ -326,8 +327,8 @@ def sampler(config: ModelConfig, variant: str, batch: int, step: str | None) -> 
         logits, rows = args
         tokens, values = np.asarray(out.tokens), np.asarray(logits, np.float64)
         if spec.filtered:
-            return float(np.mean([t not in _kept(v) for t, v in zip(tokens, values, strict=True)]))
-        if spec.random:
+            values = np.stack([_kept(row) for row in values])
+        if spec.random or spec.filtered:
             noise = gumbel_rows(rows.seeds, rows.samples, rows.positions, vocab)
             values = values + np.asarray(noise, np.float64)
         wrong = float(np.mean(tokens != values.argmax(-1)))
@@ -342,12 +343,15 @@ def sampler(config: ModelConfig, variant: str, batch: int, step: str | None) -> 
     return Case(name, "sampler", op, make, error, batch * vocab * 4, batch * 4, step=in_step)
 
 
-def _kept(values: np.ndarray) -> set[int]:
-    """The ids that top-k 50 and then top-p 0.95 leave of one row."""
+def _kept(values: np.ndarray) -> np.ndarray:
+    """One row (V,), -inf for all but what top-k 50 and then top-p 0.95 leave."""
     order = np.argsort(-values, kind="stable")[:50]
     weights = np.exp(values[order] - values[order[0]])
     before = np.cumsum(weights) - weights
-    return set(order[before < 0.95 * weights.sum()].tolist())
+    order = order[before < 0.95 * weights.sum()]
+    kept = np.full_like(values, -np.inf)
+    kept[order] = values[order]
+    return kept
 
 
 def all_cases(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jllm.bench import timing
+from jllm.bench import timing, tune
 from jllm.bench.arguments import int_list, positive
 from jllm.bench.environment import environment
 from jllm.bench.kernel_ops import Case, all_cases
@@ -48,12 +48,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rotate-mib", type=int, help="inputs to rotate among: more than L2 (128; CPU: 4)"
     )
+    group.add_argument(
+        "--tune",
+        action="store_true",
+        help="instead, find this GPU's fastest launches for the model, for kernels/configs/",
+    )
     group.add_argument("--time-limit-s", type=float, help="ops not done by then are skipped")
     add_record_options(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures the ceilings, then every op."""
+    if options.tune:
+        return tune.main(options)
     began = time.monotonic()
     name, config = config_of(options)
     dtype = jnp.dtype(options.dtype or default_dtype())

@@ -7,14 +7,7 @@ by one meanwhile, so durations are each kernel's own, but the pauses between the
 from __future__ import annotations
 
 import argparse
-import re
-import tempfile
 import time
-from collections import Counter
-from pathlib import Path
-from typing import NamedTuple
-
-import jax
 
 from jllm.bench.arguments import int_list, positive
 from jllm.bench.datasets import random_workload
@@ -25,18 +18,13 @@ from jllm.bench.rows import LatencyRow
 from jllm.bench.runs import StepParts, step_times
 from jllm.bench.session import Session
 from jllm.bench.suite import begin
+from jllm.bench.trace import by_name, traced
 from jllm.engine.engine import Engine
 from jllm.sampling_params import SamplingParams
 
 SETTLING = 16  # steps before the clock starts
-
-
-class Kernel(NamedTuple):
-    """All launches of kernels of one name."""
-
-    name: str
-    launches_per_step: float
-    us_per_step: float
+# A step is in flight when ``step`` returns: by waiting, a trace holds whole steps only.
+IN_FLIGHT_S = 0.2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +55,11 @@ def main(options: argparse.Namespace) -> int:
 def measure(session: Session, name: str, batch: int) -> Row:
     """One batch size: the step's time as it is served, and its kernels in ``detail``."""
     options = session.options
-    steps, traced = options.steps, options.traced
+    steps, count = options.steps, options.traced
     engine = session.engine(LatencyRow(name, "tpot", batch, options.context))
     assert engine.config.max_num_batched_tokens
     prefill_steps = batch * options.context // engine.config.max_num_batched_tokens + batch
-    new_tokens = prefill_steps + SETTLING + steps + traced
+    new_tokens = prefill_steps + SETTLING + steps + count
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     source = session.source
     requests = random_workload(
@@ -86,12 +74,13 @@ def measure(session: Session, name: str, batch: int) -> Row:
     _steps(engine, steps)
     seconds = time.perf_counter() - start
     after = engine.stats()
+    time.sleep(IN_FLIGHT_S)
     parts = StepParts(
         after.plan_s - before.plan_s,
         after.dispatch_s - before.dispatch_s,
         after.wait_s - before.wait_s,
     )
-    kernels = traced_kernels(engine, traced)
+    kernels = by_name(traced(lambda: _settled_steps(engine, count)), count)
     while engine.has_unfinished():
         engine.step()
     context = options.context + SETTLING + steps / 2
@@ -105,8 +94,8 @@ def measure(session: Session, name: str, batch: int) -> Row:
         detail={
             "batch": batch,
             "context": options.context,
-            "kernels_per_step": sum(kernel.launches_per_step for kernel in kernels),
-            "busy_ms": sum(kernel.us_per_step for kernel in kernels) / 1e3,
+            "kernels_per_step": sum(kernel.launches for kernel in kernels),
+            "busy_ms": sum(kernel.us for kernel in kernels) / 1e3,
             "kernels": [kernel._asdict() for kernel in kernels],
         },
     )
@@ -121,33 +110,14 @@ def _prefill(engine: Engine, batch: int) -> None:
         tokens = engine.stats().step_tokens - before
 
 
+def _settled_steps(engine: Engine, count: int) -> None:
+    _steps(engine, count)
+    time.sleep(IN_FLIGHT_S)
+
+
 def _steps(engine: Engine, count: int) -> None:
     for _ in range(count):
         engine.step()
-
-
-def traced_kernels(engine: Engine, steps: int) -> list[Kernel]:
-    """Steps the engine under JAX's profiler; its GPU kernels, the most expensive first. None on
-    a CPU."""
-    trace = jax.profiler.ProfileOptions()
-    trace.python_tracer_level = trace.host_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=trace):
-            _steps(engine, steps)
-        data = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-        launches: Counter[str] = Counter()
-        us: Counter[str] = Counter()
-        for plane in data.planes:
-            if not plane.name.startswith("/device:GPU:0"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue  # what the profiler derives from the streams
-                for event in line.events:
-                    name = re.sub(r"(_\d+)+$", "", event.name)  # XLA numbers what it fuses
-                    launches[name] += 1
-                    us[name] += event.duration_ns / 1e3
-    return [Kernel(name, launches[name] / steps, us[name] / steps) for name, _ in us.most_common()]
 
 
 def table(name: str, measured: Row, top: int) -> str:
@@ -159,6 +129,6 @@ def table(name: str, measured: Row, top: int) -> str:
         + ", ".join(f"{key} {value:.3f}" for key, value in step.items())
     ]
     for kernel in detail["kernels"][:top]:
-        us, launches = kernel["us_per_step"], kernel["launches_per_step"]
+        us, launches = kernel["us"], kernel["launches"]
         lines.append(f"  {us:9.1f} us {launches:6.1f} x {us / launches:7.2f} us  {kernel['name']}")
     return "\n".join(lines)

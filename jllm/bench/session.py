@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from jllm.bench.arguments import positive
 from jllm.bench.datasets import Request, Source
 from jllm.bench.models import Model, chosen_hardware, engine_config
 from jllm.bench.rows import BenchRow, LatencyRow
 from jllm.bench.runs import Run, Sampling, TimeLimitReached, run
 from jllm.config import EngineConfig
-from jllm.engine.batch import Buckets
 from jllm.engine.engine import Engine
 from jllm.engine.planner import LOGPROBS_LEVELS, sampler_spec
 from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
@@ -134,11 +131,9 @@ class Session:
         sampler = spec_of(sampling)
         if sampler in self._warm:
             return
-        steps = Buckets.of(engine.config).all_specs()
-        for step in tqdm(steps, desc="warm-up", leave=False, disable=self.options.quiet):
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                raise TimeLimitReached
-            engine.warm_up([sampler], [step])
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise TimeLimitReached
+        engine.warm_up([sampler], progress=not self.options.quiet)
         self._warm.add(sampler)
 
 

@@ -97,7 +97,7 @@ def _start_in_subprocess(options: argparse.Namespace, cache: str) -> dict[str, A
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """One start in this process: seconds by part and by bucket, and the memory it peaked at."""
+    """One start in this process: seconds by part, programs, and the memory it peaked at."""
     import jax
 
     from jllm.bench.models import engine_config, load_model
@@ -120,21 +120,8 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     done("weights")
     engine = Engine(model.params, engine_config(options, model.params.config))
     done("engine")
-    specs = Buckets.of(engine.config).all_specs()
-    buckets = []
-    compiled = 0
-    for spec in specs:
-        first = clock()
-        count = engine.warm_up([SamplerSpec()], [spec])
-        compiled += count
-        buckets.append(
-            {
-                "decode_rows": spec.num_decode,
-                "prefill_tokens": spec.num_prefill,
-                "seconds": clock() - first,
-                "programs": count,
-            }
-        )
+    num_buckets = len(Buckets.of(engine.config).all_specs())
+    compiled = engine.warm_up([SamplerSpec()])
     if options.samplers == "all":
         compiled += engine.warm_up()
     done("buckets")
@@ -148,7 +135,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": clock() - began,
         "parts_s": parts,
-        "buckets": buckets,
+        "buckets": num_buckets,
         "programs": compiled,
         "compiles_after_warm_up": late,
         "padding": padding(engine.config.decode_buckets or (), engine.config.prefill_buckets or ()),
@@ -186,22 +173,16 @@ def _add_rows(result: Result, kind: str, measured: dict[str, Any]) -> None:
         )
 
     what = f"{kind} start: from the process to its first token, every bucket warmed up"
-    add(f"startup{infix}_s", measured["process_s"], "s", what, parts_s=measured["parts_s"])
+    counts = {name: measured[name] for name in ("buckets", "programs")}
+    add(
+        f"startup{infix}_s", measured["process_s"], "s", what, parts_s=measured["parts_s"], **counts
+    )
     for part, seconds in measured["parts_s"].items():
         add(
             f"startup{infix}_{part}_s",
             seconds,
             "s",
             f"{part.replace('_', ' ')} of the {kind} start",
-        )
-    for bucket in measured["buckets"]:
-        size = f"D{bucket['decode_rows']}_T{bucket['prefill_tokens']}"
-        add(
-            f"startup{infix}_bucket_s_{size}",
-            bucket["seconds"],
-            "s",
-            f"{kind} start: compiling and first run of one bucket",
-            programs=bucket["programs"],
         )
     for where in ("device", "host"):
         peak = measured[f"peak_{where}_bytes"]

@@ -1,9 +1,9 @@
 """Times one op on the device, without its launch and without the cache's help.
 
-A kernel of 3 us cannot be timed call by call: a dispatch costs the host 50 us or more. So one
-program runs the op on many input sets one after the other, and calls of it are queued without
-waiting. The sets together are larger than the L2 cache, so every byte comes from memory, as it
-does in a model's step.
+One program runs the op on many input sets one after the other. The sets together are larger than
+the L2 cache, so every byte comes from memory, as it does in a model's step. On a GPU the time is
+that of the kernels, see trace.py. Elsewhere calls of the program are queued without waiting: a
+dispatch costs the host 50 us or more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllm.bench.trace import kernel_seconds, marker
 from jllm.compilation import compiles_so_far
+from jllm.kernels import triton_call
 from jllm.models.layers import matmul
 
 Op = Callable[..., Any]
@@ -79,6 +81,11 @@ def time_in_place(op: Op, carry: Any, sets: Sequence[tuple[Any, ...]]) -> Timed:
 def _time(call: Callable[[], Any], ops: int) -> Timed:
     for _ in range(2):  # compile; then whatever the first run does once
         jax.block_until_ready(call())
+    if triton_call.available():
+        marker()
+        before = compiles_so_far()
+        (found,) = kernel_seconds([call], BATCHES)
+        return Timed([s / ops for s in found], compiles_so_far() - before)
     start = time.perf_counter()
     jax.block_until_ready(call())
     once = time.perf_counter() - start

@@ -112,8 +112,8 @@ class Buckets:
     """The sizes that steps are padded to, so that few programs serve every batch.
 
     A step without prefill takes the smallest of ``decode`` that holds its rows. One with prefill
-    takes the smallest of ``prefill`` for its tokens, and every other decode bucket: padding is
-    cheap beside a chunk, and programs are the product of both.
+    takes the smallest of ``prefill`` for its tokens, and one of a few of the decode buckets:
+    padding is cheap beside a chunk, and programs are the product of both.
     """
 
     decode: tuple[int, ...]
@@ -135,7 +135,8 @@ class Buckets:
 
     @property
     def mixed_decode(self) -> tuple[int, ...]:
-        return (0, *sorted(self.decode[::-2]))
+        every_other = sorted(self.decode[::-2])
+        return (0, *([n for n in every_other if n >= 16] or every_other[-1:]))
 
     def spec(self, num_decode: int, num_prefill: int) -> StepSpec:
         """The spec of a step with so many decode rows and prefill tokens."""

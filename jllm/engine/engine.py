@@ -251,6 +251,8 @@ class Engine:
         self,
         samplers: Sequence[SamplerSpec] | None = None,
         specs: Sequence[StepSpec] | None = None,
+        *,
+        progress: bool = False,
     ) -> int:
         """Compiles and runs every program a request could need, so that none is compiled later,
         except for those of ``logprobs=-1`` and of a ``logits_processor``.
@@ -259,6 +261,7 @@ class Engine:
           samplers: only these combinations of sampling features, no prompt logprobs and no
             structured outputs.
           specs: only these step sizes.
+          progress: show a bar.
 
         Returns how many programs were compiled or read from the compilation cache.
         """
@@ -271,6 +274,7 @@ class Engine:
             for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
                 self._runner.warm_up_prompt_logprobs(num_prefill)
             self._grammars.prepare()
+        self._runner.compile(specs, samplers, progress=progress)
         rows_done: set[int] = set()
         for spec in specs:
             rows_are_new = spec.num_rows not in rows_done

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from jllm.cache.block_pool import Blocks
 from jllm.compilation import compiles_so_far, use_compilation_cache
@@ -24,7 +28,7 @@ from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
 from jllm.parallel.mesh import checked, mesh_of
-from jllm.parallel.sharding import CACHE, WHOLE, place
+from jllm.parallel.sharding import CACHE, LOGITS, WHOLE, place
 from jllm.params import Params, check_params
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
 
@@ -218,6 +222,34 @@ class Runner:
         """Waits for a dispatched step."""
         tokens, *logprobs = step.sampled
         return Results(np.asarray(tokens), _on_host(logprobs), _on_host(step.prompt))
+
+    def compile(
+        self, specs: Sequence[StepSpec], samplers: Sequence[SamplerSpec], *, progress: bool = False
+    ) -> None:
+        """Compiles every forward pass, and every sampler for every number of rows, in threads:
+        XLA takes seconds for each. Calling them afterwards compiles nothing."""
+        jobs: list[Callable[[], Any]] = []
+        for spec in reversed(specs):  # the largest takes longest
+            plan, _ = pack(forward_fields(spec))
+            model = (self.params, self._cache, self._tokens, plan)
+            jobs.append(partial(step.forward.lower, *model, spec=spec, mesh=self._mesh))
+        logits_sharding = self._whole if self._mesh is None else NamedSharding(self._mesh, LOGITS)
+        for rows in sorted({spec.num_rows for spec in specs}):
+            shape = (rows, self.params.config.vocab_size)
+            logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=logits_sharding)
+            plan, _ = pack(sample_fields(rows))
+            given = (self._tokens, self._rules, logits, logits, plan)
+            for sampler in samplers:
+                jobs.append(partial(step.sample.lower, *given, spec=sampler, mesh=self._mesh))
+
+        def run(lower: Callable[[], Any]) -> None:
+            with jax.set_mesh(None):
+                lower().compile()
+
+        with self._running(), ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = pool.map(run, jobs)
+            for _ in tqdm(done, "compiling", len(jobs), leave=False, disable=not progress):
+                pass
 
     def warm_up(self, spec: StepSpec, sampler: SamplerSpec, *, masked: bool = False) -> None:
         """Compiles and runs one spec on padding only, ``masked`` as for rows that follow a grammar:

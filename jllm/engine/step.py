@@ -19,6 +19,7 @@ logits; plans, tokens and what is drawn are whole on all of them (parallel/progr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,15 +30,23 @@ from jax import lax
 
 from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
 from jllm.models import vocab
-from jllm.models.attention import Rows, locate_tokens, paged_attention, write_kv
+from jllm.models.attention import (
+    Cuts,
+    Rows,
+    cut_rows,
+    enter_qkv,
+    locate_tokens,
+    paged_attention,
+)
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
+from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
 from jllm.models.sampler import sample as draw
 from jllm.models.transformer import forward as run_model
 from jllm.models.transformer import head
 from jllm.parallel.program import program
 from jllm.parallel.sharding import CACHE, LOGITS, WHOLE, param_specs
-from jllm.params import Params
+from jllm.params import Layer, Params
 
 Array = jax.Array
 Cache = list[Array]
@@ -88,7 +97,8 @@ def forward(
       The latter are for ``prompt_logprobs``; they are there anyway, and a variant without them
       would be a second program for every prefill bucket.
     """
-    fields = unpack(plan, forward_fields(spec))
+    # Behind a barrier: else XLA wraps each layer's attention in a fusion that slices the plan.
+    fields = lax.optimization_barrier(unpack(plan, forward_fields(spec)))
     rows = Rows(fields["block_tables"], fields["context_lens"], fields["query_start"])
     block_size = cache[0].shape[3]
     where = locate_tokens(rows, spec.num_decode, spec.num_prefill, block_size)
@@ -103,20 +113,30 @@ def forward(
         tokens = tokens.at[entry, where.position[prefill]].set(fields["prefill_tokens"])
 
     config = params.config
+    _, heads, wide, dim = params.layers[0].wqkv.shape  # (E, K, G + 2, D)
+    queries = (len(ids), heads, wide - 2, dim)
 
-    def attend(index: int, q: Array, k: Array, v: Array, kv: Array) -> tuple[Array, Array]:
-        kv = write_kv(kv, k, v, where.slot)
+    @functools.cache
+    def cuts(window: int | None) -> Cuts:
+        return cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
+
+    def attend(
+        index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: Array
+    ) -> tuple[Array, Array]:
+        q, kv = enter_qkv(qkv, layer.norms, rope, where.slot, kv, config.rms_norm_eps)
+        window = config.window(index)
         out = paged_attention(
             q,
             kv,
             rows,
             num_decode=spec.num_decode,
-            window=config.window(index),
+            window=window,
             scale=config.head_dim**-0.5,
+            cuts=cuts(window),
         )
         return out, kv
 
-    hidden, cache = run_model(params, ids, where.position, attend, cache, axis)
+    hidden, cache = run_model(params, ids, where.position, attend, cache, axis, serving_ops())
     last = jnp.arange(spec.num_decode)
     if spec.num_prefill:
         ends = spec.num_decode + rows.query_start[1:] - 1

@@ -24,6 +24,7 @@ from jax import lax
 
 from jllm.kernels import triton_call
 from jllm.kernels.tiles import Tiles, decode_tiles, owner, prefill_tiles
+from jllm.models.layers import apply_rope, rms_norm, total
 
 Array = jax.Array
 
@@ -80,6 +81,36 @@ def locate_tokens(rows: Rows, num_decode: int, num_prefill: int, block_size: int
     return Tokens(row, position, slot)
 
 
+def rotated(
+    qkv: Array, norms: tuple[Array, Array] | None, rope: tuple[Array, Array], eps: float
+) -> tuple[Array, Array, Array]:
+    """q (T, K, G, D), k and v (T, K, D) of the projection's parts (P, T, K, G + 2, D): q and k
+    normalised, if the model does that, and rotated to their positions."""
+    whole = total(qkv, qkv.dtype)
+    q, k, v = whole[:, :, :-2], whole[:, :, -2], whole[:, :, -1]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    return apply_rope(q, *rope), apply_rope(k, *rope), v
+
+
+def enter_qkv(
+    qkv: Array,
+    norms: tuple[Array, Array] | None,
+    rope: tuple[Array, Array],
+    slots: Array,
+    kv: Array,
+    eps: float,
+) -> tuple[Array, Array]:
+    """Rotated queries (T, K, G, D), and the cache with the step's keys and values in their slots
+    (T,); one kernel on an NVIDIA GPU. See ``rotated`` and ``write_kv``."""
+    if triton_call.available():
+        from jllm.kernels import rope as kernel
+
+        return kernel.enter_qkv(qkv, norms, rope, slots, kv, eps)
+    q, k, v = rotated(qkv, norms, rope, eps)
+    return q, write_kv(kv, k, v, slots)
+
+
 def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
     """Writes the step's keys and values (T, K, D) into their cache slots (T,); in place when
     ``kv`` is donated."""
@@ -88,8 +119,54 @@ def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
     return kv.at[slots // block_size, :, :, slots % block_size].set(update.astype(kv.dtype))
 
 
+class Tiled(NamedTuple):
+    """Queries in tiles of up to ``size``."""
+
+    tiles: Tiles
+    size: int
+
+
+class Cuts(NamedTuple):
+    """How a step's decode rows and prefill chunks are cut for attention; None where there are
+    none. For the kernels a ``kernels.paged_attention.Cut``, for the reference ``Tiled``."""
+
+    decode: Any
+    prefill: Any
+
+
+def cut_rows(
+    shape: tuple[int, ...], dtype: Any, rows: Rows, num_decode: int, window: int | None
+) -> Cuts:
+    """Cuts the queries (T, K, G, D) of a step; the same for all layers of one window."""
+    num_prefill = shape[0] - num_decode
+    decode_lens, prefill_lens = rows.context_lens[:num_decode], rows.context_lens[num_decode:]
+    decode: Any = None
+    prefill: Any = None
+    if triton_call.available():
+        from jllm.kernels.paged_attention import cut_decode, cut_prefill
+
+        if num_decode:
+            decode = cut_decode((num_decode, *shape[1:]), dtype, decode_lens, window)
+        if num_prefill:
+            chunks = rows.query_start, prefill_lens
+            prefill = cut_prefill((num_prefill, *shape[1:]), dtype, *chunks, window)
+        return Cuts(decode, prefill)
+    if num_decode:
+        decode = Tiled(decode_tiles(decode_lens), 1)
+    if num_prefill:
+        prefill = tiled_chunks(rows.query_start, prefill_lens, num_prefill)
+    return Cuts(decode, prefill)
+
+
 def paged_attention(
-    q: Array, kv: Array, rows: Rows, *, num_decode: int, window: int | None, scale: float
+    q: Array,
+    kv: Array,
+    rows: Rows,
+    *,
+    num_decode: int,
+    window: int | None,
+    scale: float,
+    cuts: Cuts | None = None,
 ) -> Array:
     """Causal attention of a mixed batch over its rows' cached context, by Triton kernels on an
     NVIDIA GPU and by plain XLA elsewhere.
@@ -101,64 +178,48 @@ def paged_attention(
       num_decode: leading rows of one token each; static.
       window: tokens a query sees, itself included; None for all.
       scale: factor on the scores, normally D ** -0.5.
+      cuts: from ``cut_rows`` for the same window, where many layers share them.
 
     Returns:
       (T, K, G, D); what padding tokens give has no meaning, and no other token reads it.
     """
-    decode: Callable[..., Array] = decode_reference
-    prefill: Callable[..., Array] = prefill_reference
+    attend: Callable[..., Array] = attend_tiles
     if triton_call.available():
-        from jllm.kernels.paged_attention import decode, prefill
+        from jllm.kernels.paged_attention import attend
 
+    if cuts is None:
+        cuts = cut_rows(q.shape, q.dtype, rows, num_decode, window)
     parts = []
-    tables, lens = rows.block_tables, rows.context_lens
-    options: dict[str, Any] = dict(window=window, scale=scale)
-    if num_decode:
-        parts.append(decode(q[:num_decode], kv, tables[:num_decode], lens[:num_decode], **options))
-    if len(q) > num_decode:
-        rest = tables[num_decode:], rows.query_start, lens[num_decode:]
-        parts.append(prefill(q[num_decode:], kv, *rest, **options))
+    stages = (
+        (q[:num_decode], rows.block_tables[:num_decode], cuts.decode),
+        (q[num_decode:], rows.block_tables[num_decode:], cuts.prefill),
+    )
+    for queries, tables, cut in stages:
+        if cut is not None:
+            parts.append(attend(queries, kv, tables, cut, window=window, scale=scale))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def decode_reference(
-    q: Array, kv: Array, tables: Array, context_lens: Array, *, window: int | None, scale: float
-) -> Array:
-    """What ``kernels.paged_attention.decode`` does, in plain XLA."""
-    tiles = decode_tiles(context_lens)
-    return attend_tiles(q, kv, tables, tiles, size=1, window=window, scale=scale)
-
-
-def prefill_reference(
-    q: Array,
-    kv: Array,
-    tables: Array,
-    query_start: Array,
-    context_lens: Array,
-    *,
-    window: int | None,
-    scale: float,
-) -> Array:
-    """What ``kernels.paged_attention.prefill`` does, in plain XLA."""
-    size = min(QUERY_TILE, len(q))
-    tiles = prefill_tiles(query_start, context_lens, len(q), size)
-    return attend_tiles(q, kv, tables, tiles, size=size, window=window, scale=scale)
+def tiled_chunks(query_start: Array, context_lens: Array, num_tokens: int) -> Tiled:
+    """The reference's tiles of prefill chunks."""
+    size = min(QUERY_TILE, num_tokens)
+    return Tiled(prefill_tiles(query_start, context_lens, num_tokens, size), size)
 
 
 def attend_tiles(
     q: Array,
     kv: Array,
     tables: Array,
-    tiles: Tiles,
+    cut: Tiled,
     *,
-    size: int,
     window: int | None,
     scale: float,
 ) -> Array:
-    """Attention of tiles of up to ``size`` queries; what no tile covers is 0.
+    """``kernels.paged_attention.attend`` in plain XLA; what no tile covers is 0.
 
     q (T, K, G, D), kv (N, 2, K, S, D), tables (B, P) -> (T, K, G, D).
     """
+    tiles, size = cut
     offset = jnp.arange(size)
     token = tiles.token[:, None] + offset  # (M, Q)
     real = offset < tiles.length[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +46,35 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def gated_mlp(x: Array, w_gate_up: Array, b_gate_up: Array | None, w_down: Array) -> Array:
-    """``(silu(x @ gate) * (x @ up)) @ down`` (arXiv 2002.05202), without the output bias.
+def product(x: Array, w: Array) -> Array:
+    """``x (T, I) @ w (I, ...)`` as parts (P, T, ...), whose sum over P it is: here one part.
 
-    Shapes: x (T, E), w_gate_up (E, 2, F), b_gate_up (2, F), w_down (F, E) -> (T, E).
+    A kernel may cut the sum over I and leave adding up to whatever reads the product.
+    """
+    return matmul(x, w)[None]
+
+
+def total(parts: Array, dtype: Any) -> Array:
+    """The sum of parts (P, ...) of a product, rounded once."""
+    return parts[0] if len(parts) == 1 else parts.sum(axis=0).astype(dtype)
+
+
+def add_norm(x: Array, parts: Array | None, weight: Array, eps: float) -> tuple[Array, Array]:
+    """``x`` (T, E) plus the sum of ``parts`` (P, T, E), if any, and the RMSNorm of that."""
+    if parts is not None:
+        x = x + total(parts, x.dtype)
+    return x, rms_norm(x, weight, eps)
+
+
+def gated(x: Array, w_gate_up: Array, b_gate_up: Array | None) -> Array:
+    """``silu(x @ gate) * (x @ up)`` (arXiv 2002.05202).
+
+    Shapes: x (T, E), w_gate_up (E, 2, F), b_gate_up (2, F) -> (T, F).
     """
     gate_up = matmul(x, w_gate_up)  # (T, 2, F)
     if b_gate_up is not None:
         gate_up = gate_up + b_gate_up
-    return matmul(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], w_down)
+    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:

@@ -21,6 +21,10 @@ of what the token was drawn from.
 
 A feature that no row of the batch uses is off in the static ``SamplerSpec`` and costs nothing.
 
+On an NVIDIA GPU two Triton kernels do all this; they draw the very same tokens, but neither sort
+nor make the host wait, as XLA's conditions do there. XLA's sort remains for alternatives
+(``logprobs`` above 0, or -1), and for everything with ``axis``.
+
 With ``axis`` the logits are split by vocabulary over the devices of that mesh axis (vocab.py), and
 every device ends with the same tokens. Candidates are then each device's likeliest, merged. Only a
 top-p or min-p that keeps more than ``CANDIDATES`` tokens, and ``logprobs=-1``, move whole rows.
@@ -30,14 +34,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jllm.kernels import triton_call
 from jllm.models import vocab
 from jllm.models.rng import gumbel, gumbel_rows
+
+if TYPE_CHECKING:
+    from jllm.kernels.sampling import Options
 
 Array = jax.Array
 
@@ -117,12 +125,20 @@ def sample(
       spec: which features are on.
       axis: the mesh axis that V is split over, if any.
     """
+    if axis is None and triton_call.available():
+        return _sample_by_kernel(logits, raw, rows, spec)
+    return sample_reference(logits, raw, rows, spec, axis)
+
+
+def sample_reference(
+    logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec, axis: str | None = None
+) -> Sampled:
+    """What ``sample`` does, in plain XLA."""
     tokens = vocab.argmax(logits, axis)
     drawn_from = logits
     if spec.random or spec.filtered:
-        greedy = rows.temperature < GREEDY_TEMPERATURE
-        drawn_from = scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
-        filters = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+        greedy, filters = _kinds(rows)
+        drawn_from = scaled = logits / _divisor(rows)[:, None]
         if spec.random:
             plain = ~greedy & ~filters
             drawn = tokens
@@ -141,6 +157,64 @@ def sample(
     if spec.processed:
         raw = jnp.where(rows.processed[:, None] > 0, drawn_from, raw)
     return Sampled(tokens, *token_logprobs(raw, tokens, spec.logprobs, axis))
+
+
+def _sample_by_kernel(logits: Array, raw: Array, rows: SamplingRows, spec: SamplerSpec) -> Sampled:
+    """What ``sample`` does, by Triton kernels; only alternatives are found by XLA's ``top_k``."""
+    from jllm.kernels import sampling
+
+    drawn = sampling.draw(
+        logits,
+        raw,
+        kernel_options(rows),
+        random=spec.random,
+        filtered=spec.filtered,
+        logprobs=spec.logprobs is not None,
+        processed=spec.processed,
+        boundary=BOUNDARY,
+    )
+    if spec.logprobs is None or spec.logprobs == 0:
+        empty = None if spec.logprobs is None else jnp.zeros((len(logits), 0))
+        ids = None if empty is None else empty.astype(jnp.int32)
+        return Sampled(drawn.tokens, drawn.logprobs, ids, empty)
+    if spec.processed:
+        scaled = logits / _divisor(rows)[:, None]
+        if drawn.cut is not None and drawn.last is not None:
+            cut, ids = drawn.cut[:, None], jnp.arange(logits.shape[-1])
+            kept = (scaled > cut) | ((scaled == cut) & (ids <= drawn.last[:, None]))
+            scaled = jnp.where(kept, scaled, -jnp.inf)
+        raw = jnp.where(rows.processed[:, None] > 0, scaled, raw)
+    return Sampled(drawn.tokens, *token_logprobs(raw, drawn.tokens, spec.logprobs))
+
+
+def kernel_options(rows: SamplingRows) -> Options:
+    """The options as ``kernels.sampling.draw`` takes them."""
+    from jllm.kernels import sampling
+
+    greedy, filters = _kinds(rows)
+    drawn_as = jnp.where(filters, sampling.FILTERED, sampling.PLAIN)
+    return sampling.Options(
+        kind=jnp.where(greedy, sampling.GREEDY, drawn_as).astype(jnp.int32),
+        divisor=_divisor(rows),
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        log_min_p=jnp.log(rows.min_p),
+        seeds=rows.seeds,
+        samples=rows.samples,
+        positions=rows.positions,
+        processed=rows.processed,
+    )
+
+
+def _kinds(rows: SamplingRows) -> tuple[Array, Array]:
+    """Which rows (B,) are greedy, and which of the others draw through a filter."""
+    greedy = rows.temperature < GREEDY_TEMPERATURE
+    return greedy, ~greedy & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+
+
+def _divisor(rows: SamplingRows) -> Array:
+    """What logits are divided by (B,): the temperature, but for greedy rows."""
+    return jnp.where(rows.temperature < GREEDY_TEMPERATURE, 1.0, rows.temperature)
 
 
 def _draw(scaled: Array, rows: SamplingRows, axis: str | None) -> Array:

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jllm.config import ModelConfig
 from jllm.models import vocab
-from jllm.models.attention import dense_attention
-from jllm.models.layers import all_sum, apply_rope, gated_mlp, matmul, rms_norm, rope_tables
+from jllm.models.attention import dense_attention, rotated
+from jllm.models.layers import all_sum, matmul, rope_tables, total
+from jllm.models.ops import REFERENCE, Ops
 from jllm.params import Layer, Params
 
 Array = jax.Array
 
-# attend(layer index, q (T, K, G, D), k (T, K, D), v (T, K, D), kv) -> (out (T, K, G, D), kv)
-Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+# attend(layer index, layer, qkv (P, T, K, G + 2, D), rope, kv) -> (out (T, K, G, D), kv)
+Attend = Callable[[int, Layer, Array, tuple[Array, Array], Any], tuple[Array, Any]]
 
 
 def forward(
@@ -37,6 +37,7 @@ def forward(
     attend: Attend,
     cache: Sequence[Any],
     axis: str | None = None,
+    ops: Ops = REFERENCE,
 ) -> tuple[Array, list[Any]]:
     """Runs the blocks over a flat batch of tokens.
 
@@ -46,6 +47,7 @@ def forward(
       attend: how queries reach keys; see ``Attend``.
       cache: one entry per layer, handed to ``attend`` and returned updated.
       axis: the mesh axis that the arrays are split over, if any.
+      ops: what the blocks are made of: plain XLA, which can be differentiated, or kernels.
 
     Returns:
       The final hidden states (T, E), normalised, and the new cache.
@@ -53,43 +55,33 @@ def forward(
     config = params.config
     rope = rope_tables(config, positions)
     with jax.named_scope("embed"):
-        x = vocab.embed(params.embed, tokens, axis)
+        x, out = vocab.embed(params.embed, tokens, axis), None
     new_cache = []
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer{index}"):
-            x, kv = _block(config, index, layer, x, rope, attend, cache[index], axis)
+            with jax.named_scope("attention"):
+                x, h = ops.add_norm(x, out, layer.attn_norm, config.rms_norm_eps)
+                qkv = _biased(ops.product(h, layer.wqkv), layer.bqkv, h.dtype)
+                heads, kv = attend(index, layer, qkv, rope, cache[index])
+                heads = heads.reshape(len(x), -1)  # (T, H * D)
+                out = ops.product(heads, layer.wo.reshape(-1, layer.wo.shape[-1]))
+                out = _biased(_summed(out, axis, x.dtype), layer.bo, x.dtype)
+            with jax.named_scope("mlp"):
+                x, h = ops.add_norm(x, out, layer.mlp_norm, config.rms_norm_eps)
+                out = ops.product(ops.gated(h, layer.w_gate_up, layer.b_gate_up), layer.w_down)
+                out = _biased(_summed(out, axis, x.dtype), layer.b_down, x.dtype)
         new_cache.append(kv)
-    return rms_norm(x, params.final_norm, config.rms_norm_eps), new_cache
+    _, hidden = ops.add_norm(x, out, params.final_norm, config.rms_norm_eps)
+    return hidden, new_cache
 
 
-def _block(
-    config: ModelConfig,
-    index: int,
-    layer: Layer,
-    x: Array,
-    rope: tuple[Array, Array],
-    attend: Attend,
-    kv: Any,
-    axis: str | None,
-) -> tuple[Array, Any]:
-    with jax.named_scope("attention"):
-        h = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
-        qkv = matmul(h, layer.wqkv)  # (T, K, G + 2, D)
-        if layer.bqkv is not None:
-            qkv = qkv + layer.bqkv
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        out, kv = attend(index, apply_rope(q, *rope), apply_rope(k, *rope), v, kv)
-        out = out.reshape(len(x), -1)  # (T, H * D)
-        out = all_sum(matmul(out, layer.wo.reshape(-1, layer.wo.shape[-1])), axis)
-        x = x + (out if layer.bo is None else out + layer.bo)
-    with jax.named_scope("mlp"):
-        h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-        out = all_sum(gated_mlp(h, layer.w_gate_up, layer.b_gate_up, layer.w_down), axis)
-        x = x + (out if layer.b_down is None else out + layer.b_down)
-    return x, kv
+def _summed(parts: Array, axis: str | None, dtype: Any) -> Array:
+    """Parts of a product whose inputs are split over an axis: one, the sum of all devices'."""
+    return parts if axis is None else all_sum(total(parts, dtype), axis)[None]
+
+
+def _biased(parts: Array, bias: Array | None, dtype: Any) -> Array:
+    return parts if bias is None else (total(parts, dtype) + bias)[None]
 
 
 def head(params: Params, hidden: Array, axis: str | None = None) -> Array:
@@ -108,8 +100,11 @@ def logits(params: Params, tokens: Array) -> Array:
     """Next-token logits (T, V) of one whole sequence (T,), without a cache; differentiable."""
     config = params.config
 
-    def attend(index: int, q: Array, k: Array, v: Array, kv: None) -> tuple[Array, None]:
+    def attend(
+        index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: None
+    ) -> tuple[Array, None]:
         scale = config.head_dim**-0.5
+        q, k, v = rotated(qkv, layer.norms, rope, config.rms_norm_eps)
         return dense_attention(q, k, v, window=config.window(index), scale=scale), kv
 
     positions = jnp.arange(len(tokens), dtype=jnp.int32)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jllm.kernels.paged_attention import decode, prefill
+from jllm.kernels import triton_call
+from jllm.kernels.paged_attention import attend, cut_decode, cut_prefill
+from jllm.models.sampler import SamplerSpec, sample
 from tests.aot.compiler import compile_for_h200
+from tests.kernels.sampling_problems import mixed_rows
 
 pytestmark = pytest.mark.aot
 
@@ -25,8 +29,12 @@ def spec(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize("window", [None, 100])
 def test_decode(window: int | None, dim: int, dtype: str) -> None:
     q, kv, tables, lens = inputs(64, dim, dtype)
-    op = jax.jit(functools.partial(decode, window=window, scale=dim**-0.5))
-    compile_for_h200(op, q, kv, tables, lens)
+
+    def op(q: Any, kv: Any, tables: Any, lens: Any) -> Any:
+        cut = cut_decode(q.shape, q.dtype, lens, window)
+        return attend(q, kv, tables, cut, window=window, scale=dim**-0.5)
+
+    compile_for_h200(jax.jit(op), q, kv, tables, lens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,8 +43,33 @@ def test_decode(window: int | None, dim: int, dtype: str) -> None:
 def test_prefill(tokens: int, dim: int, dtype: str) -> None:
     q, kv, tables, lens = inputs(4, dim, dtype)
     q = spec(tokens, *q.shape[1:], dtype=dtype)
-    op = jax.jit(functools.partial(prefill, window=None, scale=dim**-0.5))
-    compile_for_h200(op, q, kv, tables, spec(5), lens)
+
+    def op(q: Any, kv: Any, tables: Any, starts: Any, lens: Any) -> Any:
+        cut = cut_prefill(q.shape, q.dtype, starts, lens, None)
+        return attend(q, kv, tables, cut, window=None, scale=dim**-0.5)
+
+    compile_for_h200(jax.jit(op), q, kv, tables, spec(5), lens)
+
+
+@pytest.mark.parametrize("vocab", [128_256, 50_257])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SamplerSpec(),
+        SamplerSpec(random=True, logprobs=0),
+        SamplerSpec(random=True, filtered=True, processed=True, logprobs=0),
+    ],
+    ids=["greedy", "random", "filtered"],
+)
+def test_sampler(sampler: SamplerSpec, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_call, "available", lambda: True)
+    logits = spec(256, vocab, dtype="float32")
+    op = jax.jit(functools.partial(sample, spec=sampler))
+    text = compile_for_h200(op, logits, logits, mixed_rows(256)).as_text()
+    assert "triton_kernel_call" in text
+    # A sort would take milliseconds, and a condition would make the host wait for its outcome.
+    for op_name in ("sort", "top-k", "conditional", "while"):
+        assert f" {op_name}(" not in text
 
 
 def inputs(rows: int, dim: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:

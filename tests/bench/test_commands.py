@@ -228,8 +228,9 @@ def test_startup_is_measured_cold_and_warm(tmp_path: Path) -> None:
         parts = [found.rows[f"startup{infix}_{p}_s"].value for p in ("weights", "buckets")]
         assert found.rows[f"startup{infix}_s"].value > sum(parts)
         assert found.rows[f"startup{infix}_peak_host_gib"].value > 0.05
-        for bucket in ("D2_T0", "D0_T16", "D2_T16"):
-            assert found.rows[f"startup{infix}_bucket_s_{bucket}"].value > 0
+        # Decode of 2, prefill of 16 with and without it; two samplers' sizes and what enters rows.
+        detail = found.rows[f"startup{infix}_s"].detail
+        assert detail["buckets"] == 3 <= detail["programs"]
     cold, warm = (found.settings["starts"][kind] for kind in ("cold", "warm"))
     assert cold["compiles_after_warm_up"] == warm["compiles_after_warm_up"] == 0
     assert found.rows["startup_warm_buckets_s"].value < found.rows["startup_buckets_s"].value

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllm.models.attention import decode_reference, prefill_reference
+from jllm.kernels.tiles import decode_tiles
+from jllm.models.attention import Tiled, attend_tiles, tiled_chunks
 
 Problem = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -41,30 +42,41 @@ def relative_error(out: Any, reference: Any) -> float:
 
 def decoded(problem: Problem, lens: list[int], **options: Any) -> tuple[jax.Array, jax.Array]:
     """What the decode kernel gives, and the reference in float32."""
-    from jllm.kernels.paged_attention import decode
+    from jllm.kernels.paged_attention import cut_decode
 
-    q, kv, tables = problem
-    rest = tables, jnp.asarray(lens, jnp.int32)
-    out = jax.jit(lambda q, kv: decode(q, kv, *rest, **options))(q, kv)
-    return out, _exact(decode_reference, q, kv, *rest, **options)
+    q, *_ = problem
+    context = jnp.asarray(lens, jnp.int32)
+    return _both(
+        problem,
+        lambda launch: cut_decode(q.shape, q.dtype, context, options["window"], launch),
+        Tiled(decode_tiles(context), 1),
+        **options,
+    )
 
 
 def prefilled(
     problem: Problem, chunks: list[int], lens: list[int], **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """What the prefill kernel gives for the queries of ``chunks``, and the reference in float32."""
-    from jllm.kernels.paged_attention import prefill
+    from jllm.kernels.paged_attention import cut_prefill
 
-    q, kv, tables = problem
-    starts = jnp.asarray([0, *np.cumsum(chunks)], jnp.int32)
-    rest = tables, starts, jnp.asarray(lens, jnp.int32)
-    out = jax.jit(lambda q, kv: prefill(q, kv, *rest, **options))(q, kv)
-    exact = _exact(prefill_reference, q, kv, *rest, **options)
+    q, *_ = problem
+    starts, context = jnp.asarray([0, *np.cumsum(chunks)], jnp.int32), jnp.asarray(lens, jnp.int32)
+    out, exact = _both(
+        problem,
+        lambda launch: cut_prefill(q.shape, q.dtype, starts, context, options["window"], launch),
+        tiled_chunks(starts, context, len(q)),
+        **options,
+    )
     return out[: sum(chunks)], exact[: sum(chunks)]
 
 
-def _exact(op: Any, q: jax.Array, kv: jax.Array, *rest: Any, **options: Any) -> jax.Array:
-    options.pop("launch", None)
-    exact = jax.jit(lambda q, kv: op(q, kv, *rest, **options))
-    result: jax.Array = exact(q.astype(jnp.float32), kv.astype(jnp.float32))
-    return result
+def _both(
+    problem: Problem, cut: Any, tiled: Tiled, *, launch: Any = None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    from jllm.kernels.paged_attention import attend
+
+    q, kv, tables = problem
+    out = jax.jit(lambda q, kv: attend(q, kv, tables, cut(launch), **options))(q, kv)
+    exact = jax.jit(lambda q, kv: attend_tiles(q, kv, tables, tiled, **options))
+    return out, exact(q.astype(jnp.float32), kv.astype(jnp.float32))

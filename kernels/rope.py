@@ -1,0 +1,61 @@
+"""QK-norm, rotary positions and the write into the paged cache in one kernel."""
+
+from __future__ import annotations
+
+import jax
+import triton
+
+from jllm.kernels.rope_kernels import rope_kernel
+from jllm.kernels.triton_call import triton_call
+
+Array = jax.Array
+
+
+def enter_qkv(
+    qkv: Array,
+    norms: tuple[Array, Array] | None,
+    rope: tuple[Array, Array],
+    slots: Array,
+    kv: Array,
+    eps: float,
+) -> tuple[Array, Array]:
+    """``models.attention.enter_qkv``: q (T, K, G, D), and the cache (N, 2, K, S, D) with the step's
+    keys and values, in place.
+
+    Args:
+      qkv: (P, T, K, G + 2, D) parts of the projection.
+      norms: weights (D,) of q's and of k's RMSNorm, or None.
+      rope: cos and sin (T, D / 2), float32.
+      slots: (T,) int32 cache slots; those of padding are in the scratch block.
+      kv: the layer's cache.
+      eps: of the norms.
+    """
+    parts, tokens, heads, wide, dim = qkv.shape
+    cos, sin = rope
+    q_norm, k_norm = norms or (cos, cos)  # never read without norms
+    q, (kv,) = triton_call(
+        qkv,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        slots,
+        kv,
+        tokens,
+        kernel=rope_kernel,
+        out_type=jax.ShapeDtypeStruct((tokens, heads, wide - 2, dim), kv.dtype),
+        in_place=[6],
+        grid=(tokens, heads),
+        num_warps=1,
+        num_stages=1,
+        HEADS=heads,
+        GROUP=wide - 2,
+        DIM=dim,
+        BLOCK=kv.shape[3],
+        PARTS=parts,
+        NORM=norms is not None,
+        EPS=eps,
+        ROWS=triton.next_power_of_2(wide),
+        HALF=triton.next_power_of_2(dim // 2),
+    )
+    return q, kv

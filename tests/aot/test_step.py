@@ -1,0 +1,66 @@
+"""A decode step compiles for an H200 to few kernels, and copies neither weights nor cache."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jllm
+from jllm.engine import step
+from jllm.engine.batch import StepSpec, forward_fields, pack
+from jllm.kernels import triton_call
+from jllm.params import param_shapes
+from tests.aot.compiler import compile_for_h200
+
+pytestmark = pytest.mark.aot
+
+NUM_BLOCKS, SLOTS, LENGTH = 10_000, 257, 4096
+KERNEL = re.compile(r"= \S.* (fusion|custom-call|copy|transpose|scatter|sort|dot)\(")
+
+
+def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def compiled_step(preset: str, rows: int) -> Any:
+    model = jllm.ModelConfig.preset(preset)
+    sizes = StepSpec(num_decode=rows, num_prefill=0, prefill_rows=0, table_width=256)
+    layer = spec((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim), jnp.bfloat16)
+    return compile_for_h200(
+        step.forward,
+        param_shapes(model, jnp.bfloat16),
+        [layer] * model.num_layers,
+        spec((SLOTS, LENGTH)),
+        spec(pack(forward_fields(sizes))[0].shape),
+        spec=sizes,
+    )
+
+
+def entry_ops(compiled: Any) -> Counter[str]:
+    """The instructions of the main computation that run on the device, by what they are."""
+    entry = compiled.as_text().split("\nENTRY ")[1]
+    return Counter(KERNEL.findall(entry))
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("preset", ["qwen3-0.6b", "llama-3.1-8b"])
+def test_a_layer_of_a_decode_step_is_nine_kernels(
+    preset: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_call, "available", lambda: True)
+    model = jllm.ModelConfig.preset(preset)
+    compiled = compiled_step(preset, rows)
+    ops = entry_ops(compiled)
+    # norm, qkv, rope and write, attention, merge, o, norm, gate and up, down
+    assert ops["custom-call"] == 9 * model.num_layers + 1  # and the last norm
+    assert ops.total() <= 9 * model.num_layers + 16, ops
+    layer_bytes = 2 * math.prod((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= model.num_layers * layer_bytes  # the cache, in place
+    assert memory.temp_size_in_bytes < layer_bytes
