@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "jllm": [*ENGINE, "jllm.api"],
 }
 
-# Against the arrows, inside a function only: a user finds these where the thing is defined.
+# Against the arrows, inside a function or for types only: a user finds these where the thing is defined.
 LAZY = {
     ("jllm.config", "jllm.models.families"),
     ("jllm.config", "jllm.presets"),
@@ -84,7 +84,7 @@ JAX_IN_ENGINE = ["jllm.engine.step", "jllm.engine.runner"]
 class Import(NamedTuple):
     target: str  # "jllm.config.ModelConfig" for `from jllm.config import ModelConfig`
     line: int
-    in_function: bool
+    lazy: bool
 
 
 def within(name: str, package: str) -> bool:
@@ -98,8 +98,7 @@ def row(name: str) -> str | None:
 def imports(source: str, module: str, is_package: bool) -> list[Import]:
     """All imports of a module, those in functions and under TYPE_CHECKING included."""
     tree = ast.parse(source)
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lazy = {inner for function in functions for inner in ast.walk(function)}
+    lazy = {inner for node in ast.walk(tree) if _runs_later(node) for inner in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
         targets = []
@@ -114,9 +113,15 @@ def imports(source: str, module: str, is_package: bool) -> list[Import]:
     return found
 
 
+def _runs_later(node: ast.AST) -> bool:
+    """A function, or what only type checkers read."""
+    checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return checked or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
 def objection(module: str, imported: Import) -> str | None:
     """Why `module` may not import this, or None."""
-    target, _, in_function = imported
+    target, _, lazy = imported
     for library, places in ONLY_IN.items():
         if within(target, library) and not any(within(module, place) for place in places):
             who = f"only {' and '.join(places)}" if places else "nobody"
@@ -135,7 +140,7 @@ def objection(module: str, imported: Import) -> str | None:
     # `from jllm import Engine` is an import of the top-level package.
     if (row(target) or "jllm") in [mine, *MAY_IMPORT[mine]]:
         return None
-    if in_function and any(module == m and within(target, t) for m, t in LAZY):
+    if lazy and any(module == m and within(target, t) for m, t in LAZY):
         return None
     return f"{mine} may not import {target}"
 

@@ -7,173 +7,26 @@ are written out here in float32, so that they stay independent of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jllm.bench.block_ops import enter_case, gemms, head_case, norm_case
+from jllm.bench.case import EXACT, Args, Case, relative_error
 from jllm.config import ModelConfig
-from jllm.models.attention import Rows, paged_attention, write_kv
-from jllm.models.layers import apply_rope, matmul, rms_norm, rope_tables
+from jllm.models.attention import Rows, paged_attention
 from jllm.models.rng import gumbel_rows
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, sample
-from jllm.models.transformer import head
-from jllm.params import Params
-from jllm.roofline import attention_flops, matmul_shapes
+from jllm.roofline import attention_flops
 
-Args = tuple[Any, ...]
-Error = Callable[[Args, Any], float]
-
-EXACT = lax.Precision.HIGHEST
 CHECKED_ROWS = 4  # of an attention's rows: the reference is slow
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op at one size.
-
-    Attributes:
-      name: of its result row.
-      kind: gemm, attention, kv write, norm and rope, or sampler: a colour in the report.
-      op: called with the inputs.
-      make: key -> inputs; the first is the one that later ops wait for.
-      error: (inputs, output) -> relative error against float32, or share of wrong tokens.
-      bytes_read, bytes_written: that must move, each input read once.
-      flops: of its matrix products.
-      per_step: how often a step runs it.
-      step: the decode step it is part of, if it is.
-      in_place: the first input is donated and updated.
-    """
-
-    name: str
-    kind: str
-    op: Callable[..., Any]
-    make: Callable[[jax.Array], Args]
-    error: Error
-    bytes_read: float
-    bytes_written: float
-    flops: float = 0.0
-    per_step: int = 1
-    step: str | None = None
-    in_place: bool = False
-
-
-def relative_error(out: Any, reference: Any) -> float:
-    """||out - reference|| / ||reference||, in float64; NaN if either has one."""
-    a, b = np.asarray(out, np.float64), np.asarray(reference, np.float64)
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
 def step_name(batch: int, context: int) -> str:
     return f"B{batch} ctx{context}"
-
-
-def gemms(config: ModelConfig, dtype: Any, m: int, step: str | None) -> Iterator[Case]:
-    """The model's matrix products with ``m`` tokens."""
-    size = jnp.dtype(dtype).itemsize
-    for shape in matmul_shapes(config):
-        if shape.name == "head":
-            continue
-
-        def make(key: jax.Array, inner: int = shape.inner, outer: int = shape.outer) -> Args:
-            a, b = jax.random.split(key)
-            x = jax.random.normal(a, (m, inner), dtype)
-            return x, jax.random.normal(b, (inner, outer), dtype) * jnp.asarray(0.02, dtype)
-
-        def error(args: Args, out: Any) -> float:
-            x, w = (array.astype(jnp.float32) for array in args)
-            return relative_error(out, jnp.dot(x, w, precision=EXACT))
-
-        yield Case(
-            f"kernel_us_{shape.name}_M{m}",
-            "gemm",
-            matmul,
-            make,
-            error,
-            (m * shape.inner + shape.inner * shape.outer) * size,
-            m * shape.outer * size,
-            2.0 * m * shape.inner * shape.outer,
-            shape.per_step,
-            step,
-        )
-
-
-def head_case(config: ModelConfig, dtype: Any, m: int, step: str | None) -> Case:
-    """The head of ``m`` rows; its logits are float32."""
-    size, e, v = jnp.dtype(dtype).itemsize, config.hidden_size, config.vocab_size
-
-    def make(key: jax.Array) -> Args:
-        a, b = jax.random.split(key)
-        w = jax.random.normal(b, (v, e) if config.tie_embeddings else (e, v), dtype)
-        return jax.random.normal(a, (m, e), dtype), w * jnp.asarray(0.02, dtype)
-
-    def op(hidden: jax.Array, w: jax.Array) -> jax.Array:
-        embed, lm_head = (w, None) if config.tie_embeddings else (hidden, w)
-        return head(Params(embed, (), hidden[0], lm_head, config), hidden)
-
-    def error(args: Args, out: Any) -> float:
-        x, w = (array.astype(jnp.float32) for array in args)
-        return relative_error(out, jnp.dot(x, w.T if config.tie_embeddings else w, precision=EXACT))
-
-    moved = (m * e + e * v) * size
-    flops = 2.0 * m * e * v
-    return Case(f"kernel_us_head_M{m}", "gemm", op, make, error, moved, m * v * 4, flops, 1, step)
-
-
-def norms(config: ModelConfig, dtype: Any, m: int, step: str | None) -> Iterator[Case]:
-    """RMSNorm of ``m`` tokens, of their heads where the model does that, and the rotation."""
-    size, eps = jnp.dtype(dtype).itemsize, config.rms_norm_eps
-    heads = (m, config.num_heads + config.num_kv_heads, config.head_dim)
-
-    def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return rms_norm(x, weight, eps)
-
-    def norm_error(args: Args, out: Any) -> float:
-        x, weight = (np.asarray(array, np.float64) for array in args)
-        return relative_error(out, x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight)
-
-    def case(name: str, shape: tuple[int, ...], per_step: int) -> Case:
-        def make(key: jax.Array) -> Args:
-            a, b = jax.random.split(key)
-            return jax.random.normal(a, shape, dtype), jax.random.normal(b, shape[-1:], dtype)
-
-        moved = int(np.prod(shape)) * size
-        full = f"kernel_us_{name}_M{m}"
-        kind = "norm and rope"
-        return Case(full, kind, norm, make, norm_error, moved, moved, 0.0, per_step, step)
-
-    yield case("rms_norm", (m, config.hidden_size), 2 * config.num_layers + 1)
-    if config.qk_norm:
-        yield case("qk_norm", heads, config.num_layers)
-
-    def rope_make(key: jax.Array) -> Args:
-        a, b = jax.random.split(key)
-        positions = jax.random.randint(a, (m,), 0, config.max_position_embeddings)
-        return jax.random.normal(b, heads, dtype), *rope_tables(config, positions)
-
-    def rope_error(args: Args, out: Any) -> float:
-        x, cos, sin = (np.asarray(array, np.float64) for array in args)
-        one, two = np.split(x, 2, axis=-1)
-        cos, sin = cos[:, None], sin[:, None]
-        turned = np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
-        return relative_error(out, turned)
-
-    moved = int(np.prod(heads)) * size
-    yield Case(
-        f"kernel_us_rope_M{m}",
-        "norm and rope",
-        apply_rope,
-        rope_make,
-        rope_error,
-        moved,
-        moved,
-        per_step=config.num_layers,
-        step=step,
-    )
 
 
 def attention(
@@ -246,45 +99,6 @@ def _attend(
     scores = jnp.einsum("tkgd,ckd->kgtc", q, k, precision=EXACT) * scale
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("kgtc,ckd->tkgd", weights, v, precision=EXACT)
-
-
-def kv_write(
-    config: ModelConfig, dtype: Any, m: int, step: str | None, block_size: int = 16
-) -> Case:
-    """Writes the keys and values of ``m`` tokens into scattered slots of a cache."""
-    size, k_heads, dim = jnp.dtype(dtype).itemsize, config.num_kv_heads, config.head_dim
-    blocks = max(64, 2 * m // block_size)
-
-    def make(key: jax.Array) -> Args:
-        a, b, d, e = jax.random.split(key, 4)
-        kv = jax.random.normal(a, (blocks + 1, 2, k_heads, block_size, dim), dtype)
-        k = jax.random.normal(b, (m, k_heads, dim), dtype)
-        v = jax.random.normal(d, (m, k_heads, dim), dtype)
-        slots = block_size + jax.random.permutation(e, blocks * block_size)[:m]
-        return kv, k, v, slots.astype(jnp.int32)
-
-    def error(args: Args, out: Any) -> float:
-        kv, k, v, slots = (np.asarray(array, np.float32) for array in args)
-        at = slots.astype(np.int64)
-        expected = kv.copy()
-        for index in range(m):
-            block, offset = divmod(int(at[index]), block_size)
-            expected[block, 0, :, offset], expected[block, 1, :, offset] = k[index], v[index]
-        return relative_error(np.asarray(out, np.float32), expected)
-
-    moved = 2 * m * k_heads * dim * size
-    return Case(
-        f"kernel_us_write_kv_T{m}",
-        "kv write",
-        write_kv,
-        make,
-        error,
-        moved,
-        moved,
-        per_step=config.num_layers,
-        step=step,
-        in_place=True,
-    )
 
 
 SAMPLERS = {
@@ -378,8 +192,8 @@ def all_cases(
                 block_size=block_size,
                 step=step if context == contexts[0] else None,
             )
-        yield kv_write(config, dtype, batch, step, block_size)
-        yield from norms(config, dtype, batch, step)
+        yield enter_case(config, dtype, batch, step, block_size)
+        yield norm_case(config, dtype, batch, step)
         yield from gemms(config, dtype, batch, step)
         yield head_case(config, dtype, batch, step)
         for variant in SAMPLERS:
@@ -394,6 +208,6 @@ def all_cases(
             chunk=chunk,
             block_size=block_size,
         )
-        yield kv_write(config, dtype, chunk, None, block_size)
-        yield from norms(config, dtype, chunk, None)
+        yield enter_case(config, dtype, chunk, None, block_size)
+        yield norm_case(config, dtype, chunk, None)
         yield from gemms(config, dtype, chunk, None)

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from jllm.bench import timing, tune
 from jllm.bench.arguments import int_list, positive
+from jllm.bench.case import Case
 from jllm.bench.environment import environment
-from jllm.bench.kernel_ops import Case, all_cases
+from jllm.bench.kernel_ops import all_cases
 from jllm.bench.models import add_model_options, chosen_hardware, config_of
 from jllm.bench.results import Result, Row, add_record_options, row
 from jllm.bench.suite import line

@@ -20,6 +20,7 @@ from jllm.bench.session import Session
 from jllm.bench.suite import begin
 from jllm.bench.trace import by_name, traced
 from jllm.engine.engine import Engine
+from jllm.engine.sizing import MOST_REPEATS
 from jllm.sampling_params import SamplingParams
 
 SETTLING = 16  # steps before the clock starts
@@ -59,7 +60,7 @@ def measure(session: Session, name: str, batch: int) -> Row:
     engine = session.engine(LatencyRow(name, "tpot", batch, options.context))
     assert engine.config.max_num_batched_tokens
     prefill_steps = batch * options.context // engine.config.max_num_batched_tokens + batch
-    new_tokens = prefill_steps + SETTLING + steps + count
+    new_tokens = prefill_steps + SETTLING + steps + count + 4 * MOST_REPEATS
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     source = session.source
     requests = random_workload(
@@ -71,7 +72,7 @@ def measure(session: Session, name: str, batch: int) -> Row:
     _steps(engine, SETTLING)
     before = engine.stats()
     start = time.perf_counter()
-    _steps(engine, steps)
+    steps = _steps(engine, steps)
     seconds = time.perf_counter() - start
     after = engine.stats()
     time.sleep(IN_FLIGHT_S)
@@ -80,7 +81,13 @@ def measure(session: Session, name: str, batch: int) -> Row:
         after.dispatch_s - before.dispatch_s,
         after.wait_s - before.wait_s,
     )
-    kernels = by_name(traced(lambda: _settled_steps(engine, count)), count)
+
+    def run() -> None:
+        _steps(engine, count)
+        time.sleep(IN_FLIGHT_S)
+
+    launched = traced(run)
+    kernels = by_name(launched, engine.stats().num_steps - after.num_steps)
     while engine.has_unfinished():
         engine.step()
     context = options.context + SETTLING + steps / 2
@@ -103,21 +110,21 @@ def measure(session: Session, name: str, batch: int) -> Row:
 
 def _prefill(engine: Engine, batch: int) -> None:
     """Steps until every row decodes: a step then has one token a row."""
-    tokens = batch + 1
-    while tokens > batch or engine.stats().waiting:
-        before = engine.stats().step_tokens
+    per_step = batch + 1.0
+    while per_step > batch or engine.stats().waiting:
+        before = engine.stats()
         engine.step()
-        tokens = engine.stats().step_tokens - before
+        after = engine.stats()
+        steps = after.num_steps - before.num_steps
+        per_step = (after.step_tokens - before.step_tokens) / max(steps, 1)
 
 
-def _settled_steps(engine: Engine, count: int) -> None:
-    _steps(engine, count)
-    time.sleep(IN_FLIGHT_S)
-
-
-def _steps(engine: Engine, count: int) -> None:
-    for _ in range(count):
+def _steps(engine: Engine, count: int) -> int:
+    """Runs so many steps or a few more, as many as the engine takes at once; returns how many."""
+    before = engine.stats().num_steps
+    while engine.stats().num_steps < before + count:
         engine.step()
+    return engine.stats().num_steps - before
 
 
 def table(name: str, measured: Row, top: int) -> str:

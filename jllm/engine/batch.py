@@ -22,6 +22,8 @@ Int32s = NDArray[np.int32]
 # that does not begin at a multiple of 16 bytes.
 ALIGNMENT = 4
 
+MOST_REPEATED_ROWS = 32  # a step of more rows takes longer than its dispatch, whatever the model
+
 
 @dataclass(frozen=True)
 class StepSpec:
@@ -148,6 +150,11 @@ class Buckets:
             self.prefill_rows,
             self.table_width,
         )
+
+    def repeated_specs(self) -> list[StepSpec]:
+        """The specs that may be repeated in one program."""
+        limit = _fit((*self.decode, MOST_REPEATED_ROWS), MOST_REPEATED_ROWS)
+        return [self.spec(n, 0) for n in self.decode if n <= limit]
 
     def all_specs(self) -> list[StepSpec]:
         """Every spec that ``spec`` can return, largest last."""

@@ -42,8 +42,6 @@ class Completion:
         stop string, or with ``include_stop_str_in_output``.
         """
         request = self.request
-        if request.finished:
-            return  # drawn before the host knew of the end: at most one per request
         request.append(token)
         matcher = request.matcher
         if logprobs is not None:

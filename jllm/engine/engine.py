@@ -78,7 +78,7 @@ class Engine:
         self._runner = Runner(params, config or EngineConfig(), mesh)
         self.config = c = self._runner.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_num_batched_tokens
-        assert c.max_prefill_seqs and c.prefill_buckets and c.max_model_len
+        assert c.max_prefill_seqs and c.prefill_buckets and c.max_model_len and c.decode_repeats
         self.model_config = params.config
         self.tokenizer = params.tokenizer
         self._buckets = Buckets.of(c)
@@ -100,6 +100,7 @@ class Engine:
             max_prefill_seqs=c.max_prefill_seqs,
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
+            decode_repeats=c.decode_repeats,
         )
         model = params.config
         self._grammars = Grammars(params.tokenizer, model.vocab_size, model.eos_token_ids)
@@ -283,6 +284,7 @@ class Engine:
             if rows_are_new and everything:
                 self._runner.warm_up(spec, samplers[0], masked=True)
             rows_done.add(spec.num_rows)
+        self._runner.warm_up_repeats(specs, samplers)
         self._runner.warm_up_entries()
         if self.config.preemption == "swap":
             self._runner.warm_up_copies()
@@ -327,6 +329,14 @@ class Engine:
         """Starts a step. Where rows must follow a grammar, what they may draw depends on the token
         before: the steps in flight are collected, while the device runs the model already.
         Returns the groups that have news by that."""
+        self._steps += plan.repeats
+        self._step_tokens += len(schedule.decode) * plan.repeats + schedule.num_prefill_tokens
+        if plan.repeats > 1:
+            with self._clock.measure("dispatch"):
+                self._in_flight.append(InFlight(self._runner.decode(plan), plan))
+            with self._clock.measure("plan"):
+                self._scheduler.commit(schedule)
+            return {}
         with self._clock.measure("dispatch"):
             forwarded = self._runner.forward(plan)
         with self._clock.measure("plan"):
@@ -339,8 +349,6 @@ class Engine:
         with self._clock.measure("dispatch"):
             results = self._runner.sample(plan, forwarded, masks)
         self._in_flight.append(InFlight(results, plan))
-        self._steps += 1
-        self._step_tokens += len(schedule.decode) + schedule.num_prefill_tokens
         return updated
 
     def _masks(self, plan: Plan) -> NDArray[np.uint32] | None:
@@ -364,22 +372,23 @@ class Engine:
         with self._clock.measure("wait"):
             results = self._runner.collect(dispatched)
         self._note_prompt_logprobs(results, plan)
-        tokens = results.tokens.tolist()
+        drawn = results.tokens.tolist()
         now = time.monotonic()
         updated = {}
         for index, request, samples in plan.rows:
             request.in_flight -= 1
             if samples:
                 group, completion = self._of_request[request]
-                was_finished = request.finished
-                logprobs = None
-                if request.params.logprobs is not None and results.logprobs is not None:
-                    count = request.params.logprobs
-                    logprobs = logprobs_of(
-                        results.logprobs, index, tokens[index], count, self.tokenizer
-                    )
-                completion.push(tokens[index], logprobs)
-                if not was_finished:
+                for tokens in drawn:
+                    if request.finished:
+                        break  # drawn before the host knew of the end
+                    logprobs = None
+                    if request.params.logprobs is not None and results.logprobs is not None:
+                        count, token = request.params.logprobs, tokens[index]
+                        logprobs = logprobs_of(
+                            results.logprobs, index, token, count, self.tokenizer
+                        )
+                    completion.push(tokens[index], logprobs)
                     self._generated_tokens += 1
                     if group.first_token is None:
                         group.first_token = now

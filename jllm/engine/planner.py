@@ -80,6 +80,7 @@ class Plan(NamedTuple):
     processed: list[Processed]
     structured: list[Row]  # those whose token must follow a grammar
     prompt: PromptPlan | None
+    repeats: int = 1
 
 
 class Planner:
@@ -153,6 +154,7 @@ class Planner:
             self._processed(slots),
             [row for row in rows if row.samples and row.request.matcher] if structured else [],
             _prompt_plan(prefill, spec.num_prefill),
+            schedule.repeats,
         )
 
     def _enter(self, chunk: Chunk) -> Entry | None:
@@ -254,6 +256,10 @@ _COMPILED = (
 )
 # All logprobs: compiled when first asked for.
 _GENERAL = SamplerSpec(random=True, filtered=True, rules=True, processed=True, logprobs=-1)
+
+
+# Those that decode steps are repeated with, see ``Request.repeatable``.
+REPEATED_SAMPLERS = tuple(s for s in _COMPILED if s.logprobs is None and not s.rules)
 
 
 def all_sampler_specs() -> list[SamplerSpec]:

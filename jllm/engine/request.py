@@ -116,8 +116,17 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def advance(self, count: int, samples: bool) -> None:
-        """A step with ``count`` tokens of this request was dispatched."""
+    @property
+    def repeatable(self) -> bool:
+        """Its tokens are drawn by the device alone and nothing is reported of them, so several can
+        be drawn in one program."""
+        p = self.params
+        looks_back = self.needs_history or self.rules is not None
+        return p.logprobs is None and self.matcher is None and not looks_back
+
+    def advance(self, count: int, samples: int) -> None:
+        """A program with ``count`` tokens of this request was dispatched, which draws ``samples``
+        tokens of it."""
         self.computed += count
         self.in_flight += 1
         self.pending += samples

@@ -21,9 +21,9 @@ from jllm.cache.block_pool import Blocks
 from jllm.compilation import compiles_so_far, use_compilation_cache
 from jllm.config import EngineConfig
 from jllm.engine import step
-from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
+from jllm.engine.batch import Buckets, StepSpec, forward_fields, pack, sample_fields
 from jllm.engine.grammar import all_allowed
-from jllm.engine.planner import Entry, Plan
+from jllm.engine.planner import REPEATED_SAMPLERS, Entry, Plan
 from jllm.engine.sizing import resolve
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.models.sampler import Sampled, SamplerSpec
@@ -60,7 +60,7 @@ class TokenLogprobs(NamedTuple):
 class Results(NamedTuple):
     """What a step gave, on the host."""
 
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # (repeats, B)
     logprobs: TokenLogprobs | None
     prompt: TokenLogprobs | None  # one row per prefill token
 
@@ -168,6 +168,24 @@ class Runner:
                 )
         return Forwarded(logits, prompt)
 
+    def decode(self, plan: Plan) -> Dispatched:
+        """Starts ``plan.repeats`` whole decode steps and returns at once."""
+        with self._running():
+            self._cache, self._tokens, drawn = step.decode(
+                self.params,
+                self._cache,
+                self._tokens,
+                self._rules,
+                plan.forward,
+                plan.sample,
+                spec=plan.spec,
+                sampler=plan.sampler,
+                repeats=plan.repeats,
+                mesh=self._mesh,
+            )
+        drawn.copy_to_host_async()
+        return Dispatched(Sampled(drawn, None, None, None), None)
+
     def sample(
         self, plan: Plan, forwarded: Forwarded, masks: NDArray[np.uint32] | None
     ) -> Dispatched:
@@ -221,7 +239,7 @@ class Runner:
     def collect(self, step: Dispatched) -> Results:
         """Waits for a dispatched step."""
         tokens, *logprobs = step.sampled
-        return Results(np.asarray(tokens), _on_host(logprobs), _on_host(step.prompt))
+        return Results(np.atleast_2d(tokens), _on_host(logprobs), _on_host(step.prompt))
 
     def compile(
         self, specs: Sequence[StepSpec], samplers: Sequence[SamplerSpec], *, progress: bool = False
@@ -241,6 +259,11 @@ class Runner:
             given = (self._tokens, self._rules, logits, logits, plan)
             for sampler in samplers:
                 jobs.append(partial(step.sample.lower, *given, spec=sampler, mesh=self._mesh))
+        for spec, sampler in self._repeated(specs, samplers):
+            plans = (pack(forward_fields(spec))[0], pack(sample_fields(spec.num_rows))[0])
+            whole = (self.params, self._cache, self._tokens, self._rules, *plans)
+            sizes = dict(spec=spec, sampler=sampler, repeats=self.config.decode_repeats)
+            jobs.append(partial(step.decode.lower, *whole, **sizes, mesh=self._mesh))
 
         def run(lower: Callable[[], Any]) -> None:
             with jax.set_mesh(None):
@@ -251,17 +274,37 @@ class Runner:
             for _ in tqdm(done, "compiling", len(jobs), leave=False, disable=not progress):
                 pass
 
+    def _repeated(
+        self, specs: Sequence[StepSpec], samplers: Sequence[SamplerSpec]
+    ) -> list[tuple[StepSpec, SamplerSpec]]:
+        """Those of the specs and samplers that decode steps are repeated with."""
+        if self.config.decode_repeats == 1:
+            return []
+        repeated = Buckets.of(self.config).repeated_specs()
+        chosen = [sampler for sampler in samplers if sampler in REPEATED_SAMPLERS]
+        return [(spec, sampler) for spec in specs if spec in repeated for sampler in chosen]
+
+    def warm_up_repeats(self, specs: Sequence[StepSpec], samplers: Sequence[SamplerSpec]) -> None:
+        """Runs the programs of several decode steps on padding only."""
+        assert self.config.decode_repeats
+        for spec, sampler in self._repeated(specs, samplers):
+            padding = self._padding(spec, sampler)._replace(repeats=self.config.decode_repeats)
+            self.collect(self.decode(padding))
+
     def warm_up(self, spec: StepSpec, sampler: SamplerSpec, *, masked: bool = False) -> None:
         """Compiles and runs one spec on padding only, ``masked`` as for rows that follow a grammar:
         it writes to the scratch block and row."""
+        padding = self._padding(spec, sampler)
+        masks = all_allowed(spec.num_rows, self.params.config.vocab_size) if masked else None
+        self.collect(self.sample(padding, self.forward(padding), masks))
+
+    def _padding(self, spec: StepSpec, sampler: SamplerSpec) -> Plan:
         assert self.config.max_num_seqs
         plan, views = pack(forward_fields(spec))
         views["slots"][:] = self.config.max_num_seqs
         sample_plan, views = pack(sample_fields(spec.num_rows))
         views["slots"][:] = self.config.max_num_seqs
-        padding = Plan(spec, plan, sampler, sample_plan, [], [], [], [], None)
-        masks = all_allowed(spec.num_rows, self.params.config.vocab_size) if masked else None
-        self.collect(self.sample(padding, self.forward(padding), masks))
+        return Plan(spec, plan, sampler, sample_plan, [], [], [], [], None)
 
     def warm_up_prompt_logprobs(self, num_prefill: int) -> None:
         """Compiles and runs what ``prompt_logprobs`` needs for steps of this prefill size."""

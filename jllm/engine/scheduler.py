@@ -24,6 +24,7 @@ import numpy as np
 from jllm.cache.block_pool import Blocks
 from jllm.cache.prefix_cache import PrefixCache
 from jllm.cache.swap import SwapSpace
+from jllm.engine.batch import MOST_REPEATED_ROWS
 from jllm.engine.queue import Policy, WaitingQueue
 from jllm.engine.request import NO_SLOT, Request
 
@@ -49,6 +50,7 @@ class Schedule:
 
     decode: list[Request] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
+    repeats: int = 1  # decode steps in a row, with nothing between them
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -88,6 +90,7 @@ class Scheduler:
         max_prefill_seqs: int,
         max_prefill_tokens: int,
         table_width: int,
+        decode_repeats: int = 1,
     ) -> None:
         self.cache = cache
         self.waiting = WaitingQueue(policy)
@@ -102,6 +105,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_seqs = max_prefill_seqs
         self._max_prefill_tokens = max_prefill_tokens
+        self._decode_repeats = decode_repeats
         self._free_slots = list(range(max_num_seqs))[::-1]
 
     @property
@@ -128,15 +132,17 @@ class Scheduler:
                 if budget > 0 and not request.decoding and not self._full(step):
                     budget -= self._add_chunk(step, request, budget)
         self._schedule_waiting(step, budget)
+        if not step.prefill and not len(self.waiting):
+            step.repeats = self._repeats(step.decode)
         return step
 
     def commit(self, step: Schedule) -> None:
         """Counts the step's tokens as computed: it was dispatched."""
         for request in step.decode:
-            request.advance(1, samples=True)
+            request.advance(step.repeats, samples=step.repeats)
         for chunk in step.prefill:
             request = chunk.request
-            request.advance(chunk.length, chunk.samples)
+            request.advance(chunk.length, samples=int(chunk.samples))
             if request.shareable:
                 known = request.tokens[: request.computed]
                 self.cache.publish(known, request.blocks, request.cache_salt)
@@ -198,6 +204,24 @@ class Scheduler:
                 return False
         self._give_blocks(request, blocks)
         return True
+
+    def _repeats(self, decode: list[Request]) -> int:
+        """How many steps these rows can decode without the host, taking the blocks for them."""
+        count = self._decode_repeats
+        if count == 1 or not 0 < len(decode) <= MOST_REPEATED_ROWS:
+            return 1
+        for request in decode:
+            if not request.repeatable or request.num_tokens + count > request.max_tokens:
+                return 1
+        for request in decode:
+            held = len(request.blocks)
+            needed = -(-(request.computed + count) // self._block_size) - held
+            if needed > 0:
+                blocks = self.cache.acquire(NO_TOKENS, needed)
+                if blocks is None:  # those taken stay with their requests, which will need them
+                    return 1
+                self._give_blocks(request, blocks)
+        return count
 
     def _schedule_waiting(self, step: Schedule, budget: int) -> None:
         """Admits waiting requests in order, until one finds no slot or no blocks. One that should

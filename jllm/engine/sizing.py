@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jllm.config import EngineConfig, ModelConfig
+from jllm.roofline import weight_bytes
 
 CPU_KV_BYTES = 1 << 30
 GPU_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
+
+# Reading an H200's memory, and what a decode step has to take at least to hide its dispatch.
+READ_BYTES_PER_S = 4e12
+REPEATED_S = 4e-3
+MOST_REPEATS = 8
 
 
 def resolve(
@@ -80,6 +86,8 @@ def resolve(
         num_kv_blocks=num_blocks,
         decode_buckets=decode,
         prefill_buckets=prefill,
+        decode_repeats=config.decode_repeats
+        or (1 if cpu else _repeats(model, bytes_per_value, num_devices)),
         max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
     )
 
@@ -91,6 +99,12 @@ def block_bytes(
     kv_heads = max(model.num_kv_heads, num_devices)
     values = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim
     return values * bytes_per_value
+
+
+def _repeats(model: ModelConfig, bytes_per_value: int, num_devices: int) -> int:
+    """Decode steps in a program that together take ``REPEATED_S``, if that is several."""
+    step_s = weight_bytes(model, bytes_per_value) / num_devices / READ_BYTES_PER_S
+    return int(min(MOST_REPEATS, max(1, REPEATED_S // step_s)))
 
 
 def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:

@@ -99,6 +99,17 @@ def forward(
     """
     # Behind a barrier: else XLA wraps each layer's attention in a fusion that slices the plan.
     fields = lax.optimization_barrier(unpack(plan, forward_fields(spec)))
+    return _forward(params, cache, tokens, fields, spec, axis)
+
+
+def _forward(
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    fields: dict[str, Array],
+    spec: StepSpec,
+    axis: str | None,
+) -> tuple[Cache, Array, Array, Array]:
     rows = Rows(fields["block_tables"], fields["context_lens"], fields["query_start"])
     block_size = cache[0].shape[3]
     where = locate_tokens(rows, spec.num_decode, spec.num_prefill, block_size)
@@ -107,6 +118,8 @@ def forward(
     decode_ids = tokens[slots[: spec.num_decode], where.position[: spec.num_decode]]
     ids = jnp.concatenate([decode_ids, fields["prefill_tokens"]])
     if spec.num_prefill:
+        # Read before the table is written: else XLA writes into a copy of all of it.
+        ids, tokens = lax.optimization_barrier((ids, tokens))
         prefill = slice(spec.num_decode, None)
         real = where.slot[prefill] >= block_size  # padding tokens are in the scratch block
         entry = jnp.where(real, slots[where.row[prefill]], tokens.shape[0] - 1)
@@ -178,6 +191,18 @@ def sample(
       spec: which features are on.
     """
     fields = unpack(plan, sample_fields(len(logits)))
+    return _sample(tokens, rules, logits, raw, fields, spec, axis)
+
+
+def _sample(
+    tokens: Array,
+    rules: Rules,
+    logits: Array,
+    raw: Array,
+    fields: dict[str, Array],
+    spec: SamplerSpec,
+    axis: str | None,
+) -> tuple[Array, Sampled]:
     slots = fields["slots"]
     if spec.rules:
         rows = RuleRows(*(fields[name] for name in RuleRows._fields))
@@ -185,6 +210,52 @@ def sample(
     options = SamplingRows(*(fields[name] for name in SamplingRows._fields))
     sampled = draw(logits, raw, options, spec, axis)
     return tokens.at[slots, fields["positions"]].set(sampled.tokens, mode="drop"), sampled
+
+
+@program(
+    takes=(param_specs, CACHE, WHOLE, WHOLE, WHOLE, WHOLE),
+    gives=(CACHE, WHOLE, WHOLE),
+    static=("spec", "sampler", "repeats"),
+    donate=(1, 2),
+)
+def decode(
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    rules: Rules,
+    plan: Array,
+    sample_plan: Array,
+    *,
+    spec: StepSpec,
+    sampler: SamplerSpec,
+    repeats: int,
+    axis: str | None = None,
+) -> tuple[Cache, Array, Array]:
+    """``forward`` and ``sample`` of decode rows, ``repeats`` times in one program: each row's next
+    tokens, one after the other, while the host waits. For models whose step is shorter than the
+    host takes to dispatch one.
+
+    Args:
+      plan, sample_plan: of the first of the steps; the blocks for all of them are in its tables.
+      sampler: without logprobs.
+
+    Returns:
+      The cache, the token table, and the tokens drawn (repeats, B).
+    """
+    fields = lax.optimization_barrier(unpack(plan, forward_fields(spec)))
+    drawing = unpack(sample_plan, sample_fields(spec.num_rows))
+    lens, positions = fields["context_lens"], drawing["positions"]
+
+    def one(carry: tuple[Cache, Array], index: Array) -> tuple[tuple[Cache, Array], Array]:
+        cache, tokens = carry
+        now = fields | {"context_lens": jnp.where(lens > 0, lens + index, 0)}
+        cache, tokens, logits, _ = _forward(params, cache, tokens, now, spec, axis)
+        now = drawing | {"positions": positions + index}
+        tokens, sampled = _sample(tokens, rules, logits, logits, now, sampler, axis)
+        return (cache, tokens), sampled.tokens
+
+    (cache, tokens), drawn = lax.scan(one, (cache, tokens), jnp.arange(repeats, dtype=jnp.int32))
+    return cache, tokens, drawn
 
 
 @program(takes=(WHOLE, LOGITS, WHOLE, WHOLE), gives=LOGITS, static=("processor", "vocab_size"))

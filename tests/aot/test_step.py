@@ -1,7 +1,8 @@
-"""A decode step compiles for an H200 to few kernels, and copies neither weights nor cache."""
+"""A step compiles for an H200 to few kernels, and copies neither weights nor cache."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -28,9 +29,7 @@ def spec(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def compiled_step(preset: str, rows: int) -> Any:
-    model = jllm.ModelConfig.preset(preset)
-    sizes = StepSpec(num_decode=rows, num_prefill=0, prefill_rows=0, table_width=256)
+def compiled_step(model: jllm.ModelConfig, sizes: StepSpec) -> Any:
     layer = spec((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim), jnp.bfloat16)
     return compile_for_h200(
         step.forward,
@@ -55,7 +54,8 @@ def test_a_layer_of_a_decode_step_is_nine_kernels(
 ) -> None:
     monkeypatch.setattr(triton_call, "available", lambda: True)
     model = jllm.ModelConfig.preset(preset)
-    compiled = compiled_step(preset, rows)
+    sizes = StepSpec(num_decode=rows, num_prefill=0, prefill_rows=0, table_width=256)
+    compiled = compiled_step(model, sizes)
     ops = entry_ops(compiled)
     # norm, qkv, rope and write, attention, merge, o, norm, gate and up, down
     assert ops["custom-call"] == 9 * model.num_layers + 1  # and the last norm
@@ -63,4 +63,18 @@ def test_a_layer_of_a_decode_step_is_nine_kernels(
     layer_bytes = 2 * math.prod((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= model.num_layers * layer_bytes  # the cache, in place
-    assert memory.temp_size_in_bytes < layer_bytes
+    smallest = 2 * model.hidden_size * model.num_heads * model.head_dim  # a wo
+    assert memory.temp_size_in_bytes < smallest < layer_bytes  # no room for a copy of either
+
+
+def test_a_layer_of_a_mixed_step_is_eleven_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_call, "available", lambda: True)
+    sizes = StepSpec(num_decode=64, num_prefill=2048, prefill_rows=16, table_width=256)
+    preset = jllm.ModelConfig.preset("llama-3.1-8b")
+    two, three = (
+        entry_ops(compiled_step(dataclasses.replace(preset, num_layers=layers), sizes))
+        for layers in (2, 3)
+    )
+    # As a decode step's, with attention twice and the MLP's activation on its own.
+    assert three.total() - two.total() == 11
+    assert two["copy"] == 0  # not even of the token table, which is read and written

@@ -199,7 +199,7 @@ def test_the_host_gap_is_what_the_host_did_not_wait() -> None:
 def test_kernels_are_checked_and_timed(tmp_path: Path) -> None:
     small = ["--ceiling-mib=4", "--ceiling-width=128", "--rotate-mib=0", "--quiet"]
     sizes = ["--batch-sizes=3", "--contexts=40", "--chunks=20"]
-    ops = ["--ops", "attention|write_kv_T3|rms_norm_M3|qkv_M3|head|sample_(greedy|topk)"]
+    ops = ["--ops", "attention|(add_norm|qkv|gate_up)_M3|head|sample_(greedy|topk)"]
     found = measured(
         ["kernels", "--config=tiny", *sizes, *small, *ops, "--hardware=h200"], tmp_path / "k.json"
     )
@@ -211,7 +211,9 @@ def test_kernels_are_checked_and_timed(tmp_path: Path) -> None:
         "attention_decode_B3_ctx40",
         "attention_prefill_T20",
         "attention_mixed_B3_ctx40_T20",
-        "write_kv_T3",
+        "add_norm_M3",
+        "enter_qkv_M3",
+        "gate_up_M3",
         "sample_topk50_topp095_B3",
     }
     for name, row in found.rows.items():
