@@ -42,11 +42,8 @@ MAY_IMPORT = {
     "jllm.params": ["jllm.config", "jllm.tokenizer"],
     "jllm.models": ["jllm.kernels", "jllm.config", "jllm.params"],
     "jllm.parallel": ["jllm.config", "jllm.params"],
-    "jllm.parallel.inspect": [
-        *ENGINE,
-        "jllm.kernels",
-        "jllm.plotting",
-    ],  # above the engine: it compiles its steps, and runs nothing
+    # Above the engine: it compiles its steps, and runs nothing.
+    "jllm.parallel.inspect": [*ENGINE, "jllm.kernels", "jllm.plotting"],
     "jllm.weights": ["jllm.config", "jllm.models", "jllm.parallel", "jllm.params", *TEXT],
     "jllm.cache": [],
     "jllm.engine": ENGINE,
@@ -59,7 +56,8 @@ MAY_IMPORT = {
     "jllm": [*ENGINE, "jllm.api"],
 }
 
-# Against the arrows, inside a function or for types only: a user finds these where the thing is defined.
+# Against the arrows, inside a function or for types only: a user finds these where the thing is
+# defined.
 LAZY = {
     ("jllm.config", "jllm.models.families"),
     ("jllm.config", "jllm.presets"),
