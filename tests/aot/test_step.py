@@ -14,8 +14,10 @@ import pytest
 
 import jllm
 from jllm.engine import step
-from jllm.engine.batch import StepSpec, forward_fields, pack
+from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
 from jllm.kernels import triton_call
+from jllm.models.logit_rules import empty_rules
+from jllm.models.sampler import SamplerSpec
 from jllm.params import param_shapes
 from tests.aot.compiler import compile_for_h200
 
@@ -78,3 +80,29 @@ def test_a_layer_of_a_mixed_step_is_eleven_kernels(monkeypatch: pytest.MonkeyPat
     # As a decode step's, with attention twice and the MLP's activation on its own.
     assert three.total() - two.total() == 11
     assert two["copy"] == 0  # not even of the token table, which is read and written
+
+
+def test_repeated_decode_steps_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_call, "available", lambda: True)
+    model = jllm.ModelConfig.preset("qwen3-0.6b")
+    sizes = StepSpec(num_decode=16, num_prefill=0, prefill_rows=0, table_width=256)
+    layer = spec((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim), jnp.bfloat16)
+    compiled = compile_for_h200(
+        step.decode,
+        param_shapes(model, jnp.bfloat16),
+        [layer] * model.num_layers,
+        spec((SLOTS, LENGTH)),
+        jax.eval_shape(lambda: empty_rules(SLOTS, model.vocab_size)),
+        spec(pack(forward_fields(sizes))[0].shape),
+        spec(pack(sample_fields(16))[0].shape),
+        spec=sizes,
+        sampler=SamplerSpec(random=True),
+        repeats=8,
+    )
+    text = compiled.as_text()
+    # The host does not wait for the device to say whether the loop goes on.
+    assert '"known_trip_count":{"n":"8"}' in text
+    layer_bytes = 2 * math.prod(layer.shape)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= model.num_layers * layer_bytes
+    assert memory.temp_size_in_bytes < layer_bytes
