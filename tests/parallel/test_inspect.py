@@ -165,6 +165,9 @@ def test_70b_on_eight_h200s_takes_what_was_computed_by_hand() -> None:
     sums = 161 * 2 * 7 / 8 * 64 * 8192 * 2
     assert time.link == pytest.approx(sums / 450e9, rel=1e-4)
     assert time.total == pytest.approx(5.83e-3, rel=1e-2)
+    # Of two key/value heads each device would have a copy of one, and as much to read.
+    copied = explain(dataclasses.replace(LLAMA_70B, num_kv_heads=2), 8, compiled_layers=2)
+    assert copied.decode.time.attention == pytest.approx(time.attention)
     # Four prompts of 2048 tokens: what limits them is arithmetic.
     assert found.prefill.tokens == 8192
     flops = 2 * (8192 * 80 * layer + 4 * 128_256 * 8192)
