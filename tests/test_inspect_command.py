@@ -29,3 +29,11 @@ print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert "80  x all-reduce  attention  bf16[64,8192]" in run.stdout
     peak_kb = int(run.stdout.split()[-1])
     assert peak_kb < 4e6  # the weights alone are 141 GB
+
+
+def test_explain_is_found_where_the_readme_says() -> None:
+    code = "import jllm; print(jllm.parallel.explain.__name__, 'parallel' in dir(jllm))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["explain", "True"]
