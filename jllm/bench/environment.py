@@ -20,7 +20,7 @@ def environment(command: Sequence[str], commit: str | None, *, device: bool) -> 
 
     Args:
       command: the arguments after ``python -m jllm.bench``.
-      commit: used where there is no git checkout.
+      commit: instead of the checkout's, where that does not say.
       device: ask JAX which device it uses; False leaves the GPU to the processes that need it.
     """
     env: dict[str, Any] = {
@@ -46,8 +46,8 @@ def environment(command: Sequence[str], commit: str | None, *, device: bool) -> 
         "command": shlex.join(["python", "-m", "jllm.bench", *command]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    head = _output("git", "rev-parse", "HEAD")
-    env["commit"] = head or commit
+    head = None if commit else _output("git", "rev-parse", "HEAD")
+    env["commit"] = commit or head
     env["dirty"] = bool(_output("git", "status", "--porcelain", "-uno")) if head else None
     return env
 

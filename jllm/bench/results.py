@@ -246,5 +246,5 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--out", type=output_file, metavar="JSON", help="where to write; printed unless given"
     )
-    group.add_argument("--commit", help="of the record, where there is no git checkout")
+    group.add_argument("--commit", help="of the record, where the checkout does not say")
     group.add_argument("--quiet", action="store_true", help="no progress bars")

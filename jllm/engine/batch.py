@@ -114,8 +114,8 @@ class Buckets:
     """The sizes that steps are padded to, so that few programs serve every batch.
 
     A step without prefill takes the smallest of ``decode`` that holds its rows. One with prefill
-    takes the smallest of ``prefill`` for its tokens, and one of a few of the decode buckets:
-    padding is cheap beside a chunk, and programs are the product of both.
+    takes the smallest of ``prefill`` for its tokens, and one of two of the decode buckets or none:
+    padding rows are cheap beside a chunk, and programs are the product of both.
     """
 
     decode: tuple[int, ...]
@@ -137,8 +137,9 @@ class Buckets:
 
     @property
     def mixed_decode(self) -> tuple[int, ...]:
-        every_other = sorted(self.decode[::-2])
-        return (0, *([n for n in every_other if n >= 16] or every_other[-1:]))
+        """Decode rows of steps with prefill: none, a quarter of the most, the most."""
+        largest = self.decode[-1]
+        return (0, *(n for n in self.decode if n == largest or n == largest // 4 >= 16))
 
     def spec(self, num_decode: int, num_prefill: int) -> StepSpec:
         """The spec of a step with so many decode rows and prefill tokens."""

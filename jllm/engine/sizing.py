@@ -72,7 +72,10 @@ def resolve(
         )
     decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
     largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
-    prefill = config.prefill_buckets or _powers(min(32, largest), largest, 4)
+    # On a GPU a token of padding costs as much as any other once there are hundreds.
+    fine = () if cpu else _powers(128, largest, 2)
+    sparse = _powers(min(32, largest), largest, 4)
+    prefill = config.prefill_buckets or tuple(sorted({*sparse, *fine}))
     if decode[-1] < max_num_seqs:
         raise ValueError(
             f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
