@@ -27,7 +27,7 @@ from jllm.parallel.sharding import place
 from tests.parallel.models import MODELS, config, split, weights
 
 LLAMA_70B = jllm.ModelConfig.preset("llama-3.1-70b")
-H200_RECORD = Path(__file__).parents[2] / "benchmarks/results/h200-qwen3-0.6b-latency.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +88,12 @@ def test_kv_blocks_are_those_that_an_engine_makes(
     assert found.copies == max(1, tp // heads)
 
 
-def test_kv_blocks_on_an_h200_are_those_of_the_recorded_run() -> None:
-    recorded = json.loads(H200_RECORD.read_text())["settings"]["engines"][0]["config"]
+@pytest.mark.parametrize("preset", ["qwen3-0.6b", "llama-3.1-8b"])
+def test_kv_blocks_on_an_h200_are_those_of_the_recorded_run(preset: str) -> None:
+    record = json.loads((RESULTS / f"h200-{preset}.json").read_text())
+    recorded = record["settings"]["engines"][0]["config"]
     asked = jllm.EngineConfig(max_model_len=recorded["max_model_len"])
-    model = jllm.ModelConfig.preset("qwen3-0.6b")
-    found, _ = memory.sized(model, 1, asked, GPUS["h200"])
+    found, _ = memory.sized(jllm.ModelConfig.preset(preset), 1, asked, GPUS["h200"])
     assert found.num_blocks == recorded["num_kv_blocks"]
 
 
@@ -157,7 +158,7 @@ def test_70b_on_eight_h200s_takes_what_was_computed_by_hand() -> None:
     norms = 161 * 8192
     assert found.memory.weights == 2 * (split_weights // 8 + norms)
     assert found.memory.token == 2 * 80 * 128 * 2  # keys and values, layers, head dim, bytes
-    free = 0.9 * 0.75 * 150.11e9 - found.memory.weights - 3 * 2**30
+    free = 0.9 * 0.75 * 150.111e9 - found.memory.weights - 3 * 2**30
     assert found.memory.tokens == pytest.approx(free / 40_960, rel=1e-4)
     time = found.decode.time
     assert time.matmuls == pytest.approx(2 * (80 * layer + 128_256 * 8192) / 8 / 4.4e12)

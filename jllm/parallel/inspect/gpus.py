@@ -84,7 +84,7 @@ class GPU:
 
 _H200 = GPU(
     HARDWARE["h200"],
-    150_110_000_000,
+    150_111_000_000,
     "NVLink 4",
     450e9,
     compute_capability=90,
