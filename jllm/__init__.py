@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jllm import parallel as parallel
     from jllm.api import chat, generate, release, stream
     from jllm.config import EngineConfig, ModelConfig, RopeScaling
     from jllm.engine.engine import Engine
@@ -70,6 +71,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "parallel":  # a package, for jllm.parallel.explain
+        return importlib.import_module("jllm.parallel")
     if name not in _HOME:
         raise AttributeError(f"module 'jllm' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

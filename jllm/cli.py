@@ -1,4 +1,4 @@
-"""The command line: ``python -m jllm generate | chat | serve | bench``."""
+"""The command line: ``python -m jllm generate | chat | serve | inspect | bench``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jllm
+from jllm import inspect_command
 from jllm.api import chat_prompt
 from jllm.params import DTYPES
 from jllm.server import arguments as serve_arguments
@@ -63,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(serve)
     serve_arguments.add_options(serve)
     serve.set_defaults(run=functools.partial(serve_arguments.run, load=_load))
+    inspect = commands.add_parser(
+        "inspect",
+        help="what a model over several GPUs takes and sends, without them",
+        formatter_class=show_defaults,
+    )
+    inspect_command.add_options(inspect)
+    inspect.set_defaults(run=inspect_command.run)
     commands.add_parser("bench", help="benchmarks: see jllm bench --help", add_help=False)
     return parser
 

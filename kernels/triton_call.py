@@ -6,23 +6,36 @@ import functools
 import importlib
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
-HOPPER = 90  # compute capability
 BACKEND_OPTIONS = {
     # Triton writes the newest PTX that its own assembler reads; XLA's may be older. CUDA 12.7's:
     "ptx_version": 86,
     "enable_fp_fusion": True,  # the default, said aloud: Triton 3.9 warns that it will change
 }
 
+# A context that jit's caches heed: what was traced for one GPU is not taken for another.
+_target = jax.make_user_context(default_value=None)
+
+
+def compiling_for(compute_capability: int) -> AbstractContextManager[None]:
+    """Inside, functions are traced for an NVIDIA GPU of this compute capability (90 is 9.0), which
+    need not be here."""
+    context: AbstractContextManager[None] = _target(compute_capability)
+    return context
+
+
+def available() -> bool:
+    """Whether kernels run: JAX's default device is an NVIDIA GPU, or one is compiled for, and
+    jax-triton is installed."""
+    return (_target.value is not None or jax.default_backend() == "gpu") and _installed()
+
 
 @functools.cache
-def available() -> bool:
-    """Whether kernels run: JAX's default device is an NVIDIA GPU and jax-triton is installed."""
-    if jax.default_backend() != "gpu":
-        return False
+def _installed() -> bool:
     try:
         _jax_triton()
     except ImportError:
@@ -81,8 +94,8 @@ def triton_call(
         outputs, updated = interpret(arguments, kernel, out_type, grid, tuple(in_place), constants)
         return (outputs, updated) if in_place else outputs
     options: dict[str, Any] = {"backend_options": BACKEND_OPTIONS}
-    if jax.default_backend() != "gpu":
-        options["compute_capability"] = HOPPER  # compiled ahead for a GPU that is not here
+    if _target.value is not None:
+        options["compute_capability"] = _target.value
     refs = {index: jax.new_ref(arguments[index]) for index in in_place}
     outputs = _jax_triton().triton_call(
         *(refs.get(index, argument) for index, argument in enumerate(arguments)),

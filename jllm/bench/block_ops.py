@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 
 from jllm.bench.case import EXACT, Args, Case, relative_error
-from jllm.bench.roofline import matmul_shapes
 from jllm.config import ModelConfig
 from jllm.models.attention import enter_qkv
 from jllm.models.layers import rope_tables
 from jllm.models.ops import serving_ops
 from jllm.models.transformer import head
 from jllm.params import Params
+from jllm.roofline import matmul_shapes
 
 
 def gemms(config: ModelConfig, dtype: Any, m: int, step: str | None) -> Iterator[Case]:

@@ -16,11 +16,11 @@ import numpy as np
 
 from jllm.bench.block_ops import enter_case, gemms, head_case, norm_case
 from jllm.bench.case import EXACT, Args, Case, relative_error
-from jllm.bench.roofline import attention_flops
 from jllm.config import ModelConfig
 from jllm.models.attention import Rows, paged_attention
 from jllm.models.rng import gumbel_rows
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, sample
+from jllm.roofline import attention_flops
 
 CHECKED_ROWS = 4  # of an attention's rows: the reference is slow
 

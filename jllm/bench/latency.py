@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from jllm.bench import roofline
+from jllm import roofline
 from jllm.bench.results import Row, row
 from jllm.bench.rows import LatencyRow, requests_of
 from jllm.bench.runs import Run, Sampling

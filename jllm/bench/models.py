@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jllm.bench.arguments import int_list, positive
-from jllm.bench.roofline import HARDWARE, Hardware, hardware
 from jllm.config import EngineConfig, ModelConfig
 from jllm.parallel.mesh import make_mesh
 from jllm.params import Params, init, load
 from jllm.presets import PRESETS
+from jllm.roofline import HARDWARE, Hardware, hardware
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def config_of(options: argparse.Namespace) -> tuple[str, ModelConfig]:
     if not path.exists():
         raise FileNotFoundError(
             f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a file or folder with a "
-            "config.json; --load-format dummy needs one of them."
+            "config.json."
         )
     name = path.parent.name if path.name == "config.json" else path.stem
     return name, ModelConfig.from_hf(path)

@@ -5,35 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jllm.bench import compare
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-COLORS = ("#1f6fb2", "#d1662b", "#4a9a5b", "#8a5fb0", "#b8a02f", "#777777", "#c2507a", "#3aa7a7")
-MARKERS = "os^Dvx*P"
-
-
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure as Canvas  # no pyplot: no display, no global state
-    except ImportError as error:
-        raise ValueError("Plots need matplotlib: pip install 'jllm[bench]'.") from error
-    return Canvas(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+from jllm.plotting import COLORS, MARKERS, figure, save
 
 
 def ratio_bars(pairs: Sequence[tuple[compare.Numbers, compare.Numbers]], path: str | Path) -> None:
     """One bar per row: B over A, 1 drawn in; invalid rows hatched."""
     rows = [(a.model, row) for a, b in pairs for row in compare.ratios(a, b)]
-    figure = _figure(9, 1.2 + 0.28 * len(rows))
-    axes = figure.subplots()
+    canvas = figure(9, 1.2 + 0.28 * len(rows))
+    axes = canvas.subplots()
     models = list(dict.fromkeys(model for model, _ in rows))
     several = len(models) > 1
     labels = [f"{model}: {row.row}" if several else row.row for model, row in rows]
@@ -51,7 +33,7 @@ def ratio_bars(pairs: Sequence[tuple[compare.Numbers, compare.Numbers]], path: s
     if pairs:
         axes.set_title(f"A: {pairs[0][0].label}\nB: {pairs[0][1].label}", fontsize=9)
     axes.margins(x=0.12)
-    _save(figure, path)
+    save(canvas, path)
 
 
 def tpot_points(values: Mapping[str, float]) -> dict[int, list[tuple[int, float]]]:
@@ -92,8 +74,8 @@ def tpot_against_batch(
         for context, found in tpot_points(limits).items()
         if context in contexts
     ]
-    figure = _figure(7, 5.5)
-    axes = figure.subplots()
+    canvas = figure(7, 5.5)
+    axes = canvas.subplots()
     for context, label, color, found in drawn:
         marker = MARKERS[contexts.index(context) % len(MARKERS)]
         style = "--" if label == "roofline" else "-"
@@ -113,8 +95,8 @@ def tpot_against_batch(
     axes.set_ylabel("time per output token, ms")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both")
-    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
-    _save(figure, path)
+    canvas.legend(fontsize=7, loc="outside lower center", ncols=2)
+    save(canvas, path)
     return True
 
 
@@ -131,8 +113,8 @@ def rate_bars(
     names = list(dict.fromkeys(n for _, values in series for n in values if "tok_s" in n))
     if not names:
         return False
-    figure = _figure(9, 1.2 + 0.35 * len(names) * max(1, len(series)))
-    axes = figure.subplots()
+    canvas = figure(9, 1.2 + 0.35 * len(names) * max(1, len(series)))
+    axes = canvas.subplots()
     height = 0.8 / len(series)
     for index, (label, values) in enumerate(series):
         at = [i + index * height for i, name in enumerate(names) if name in values]
@@ -149,7 +131,7 @@ def rate_bars(
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.12)
     axes.legend(fontsize=7)
-    _save(figure, path)
+    save(canvas, path)
     return True
 
 
@@ -166,8 +148,8 @@ def step_time_bars(
     if not steps:
         return False
     kinds = list(dict.fromkeys(kind for parts in steps.values() for kind in parts))
-    figure = _figure(7, 4.5)
-    axes = figure.subplots()
+    canvas = figure(7, 4.5)
+    axes = canvas.subplots()
     columns: list[tuple[str, list[float]]] = []
     for name, parts in steps.items():
         columns.append((name, [parts.get(kind, (0.0, None))[0] for kind in kinds]))
@@ -182,5 +164,5 @@ def step_time_bars(
     axes.set_ylabel("ms per step, each kernel timed alone")
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=7)
-    _save(figure, path)
+    save(canvas, path)
     return True

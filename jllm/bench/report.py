@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jllm.bench import compare, plots, results
 from jllm.bench.results import Result, direction
-from jllm.bench.roofline import Hardware, decode_step_s
 from jllm.presets import PRESETS
+from jllm.roofline import Hardware, decode_step_s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from jllm.bench import roofline
+from jllm import roofline
 from jllm.bench.datasets import Request, Source, Workload
 from jllm.bench.results import Row, row
 from jllm.bench.rows import ThroughputRow

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import jax
-
 from jllm.config import EngineConfig, ModelConfig
-from jllm.params import param_shapes
+from jllm.roofline import weight_bytes
 
 CPU_KV_BYTES = 1 << 30
 GPU_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
@@ -58,16 +55,14 @@ def resolve(
             f"{model.max_position_embeddings} tokens."
         )
     max_len = config.max_model_len or model.max_position_embeddings
-    kv_heads = max(model.num_kv_heads, num_devices)
-    block_values = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim
-    block_bytes = block_values * bytes_per_value
+    one_block = block_bytes(config, model, bytes_per_value, num_devices)
     usable = max_num_seqs * -(-max_len // config.block_size)
     num_blocks = config.num_kv_blocks or min(
-        usable, _kv_bytes(config, memory, num_devices) // block_bytes
+        usable, _kv_bytes(config, memory, num_devices) // one_block
     )
     if num_blocks < 1:
         raise ValueError(
-            f"No memory is left for the KV cache: one block takes {block_bytes / 2**20:.1f} MiB."
+            f"No memory is left for the KV cache: one block takes {one_block / 2**20:.1f} MiB."
         )
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:
@@ -100,10 +95,18 @@ def resolve(
     )
 
 
+def block_bytes(
+    config: EngineConfig, model: ModelConfig, bytes_per_value: int, num_devices: int = 1
+) -> int:
+    """Bytes of one KV block: all layers, on all devices together."""
+    kv_heads = max(model.num_kv_heads, num_devices)
+    values = model.num_layers * 2 * kv_heads * config.block_size * model.head_dim
+    return values * bytes_per_value
+
+
 def _repeats(model: ModelConfig, bytes_per_value: int, num_devices: int) -> int:
     """Decode steps in a program that together take ``REPEATED_S``, if that is several."""
-    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(model)))
-    step_s = weights * bytes_per_value / num_devices / READ_BYTES_PER_S
+    step_s = weight_bytes(model, bytes_per_value) / num_devices / READ_BYTES_PER_S
     return int(min(MOST_REPEATS, max(1, REPEATED_S // step_s)))
 
 

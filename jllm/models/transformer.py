@@ -54,7 +54,8 @@ def forward(
     """
     config = params.config
     rope = rope_tables(config, positions)
-    x, out = vocab.embed(params.embed, tokens, axis), None
+    with jax.named_scope("embed"):
+        x, out = vocab.embed(params.embed, tokens, axis), None
     new_cache = []
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer{index}"):

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jllm.config import ModelConfig
@@ -185,7 +185,7 @@ def place_array(name: str, array: Array, config: ModelConfig, mesh: Mesh) -> Arr
         shape = jax.eval_shape(program, array).shape
         if array.shape == shape and array.sharding.is_equivalent_to(sharding, array.ndim):
             return array
-        if list(array.sharding._device_assignment) == list(mesh.devices.flat):
+        if _devices(array.sharding) == list(mesh.devices.flat):
             return program(array)
         # From one device device_put cuts there; from several it would go through the host.
         whole = _program(name, config, mesh.size, None)(_on_one_device(array))
@@ -214,6 +214,14 @@ def _without_types(array: Array) -> Array:
     auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     same: Array = jax.device_put(array, NamedSharding(auto, sharding.spec))
     return same
+
+
+def _devices(sharding: Sharding) -> list[jax.Device]:
+    """In the order of the array's parts, where that is known."""
+    if isinstance(sharding, NamedSharding):
+        assert isinstance(sharding.mesh, Mesh)
+        return list(sharding.mesh.devices.flat)
+    return list(sharding.device_set)
 
 
 def _on_one_device(array: Array) -> Array:

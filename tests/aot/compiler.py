@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
+from jllm.kernels.triton_call import compiling_for
+from jllm.parallel.inspect.gpus import GPUS, compile_only
 from jllm.parallel.mesh import AXIS
+
+H200 = GPUS["h200"]
 
 
 @cache
 def h200s(count: int) -> list[jax.Device]:
     """So many H200s of one host to compile for."""
-    description = (Path(__file__).parent / "h200.textproto").read_text()
-    topology = topologies.get_topology_desc(
-        "", platform="cuda", target_config=description, topology=f"1x1x{count}"
-    )
-    return list(topology.devices)
+    devices = compile_only(H200, count)
+    assert devices is not None, "the plugin is not there: run `make test-aot`"
+    return devices
 
 
 def h200_mesh(tp: int) -> Mesh:
@@ -37,5 +37,11 @@ def compile_for_h200(function: Callable[..., Any], *args: Any, **options: Any) -
     def on_device(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    traced = function.trace(*jax.tree.map(on_device, args), **options)
-    return traced.lower(lowering_platforms=("cuda",)).compile()
+    return compiled(function, *jax.tree.map(on_device, args), **options)
+
+
+def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The same for arguments whose shapes say on which H200s they lie."""
+    with compiling_for(H200.compute_capability):
+        traced = function.trace(*args, **options)  # type: ignore[attr-defined]
+        return traced.lower(lowering_platforms=("cuda",)).compile()

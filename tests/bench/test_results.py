@@ -162,7 +162,7 @@ def test_a_report_holds_the_numbers_and_draws_the_roofline(tmp_path: Path) -> No
 
 
 def results_hardware() -> dict[str, Any]:
-    from jllm.bench.roofline import HARDWARE
+    from jllm.roofline import HARDWARE
 
     return HARDWARE["h200"].to_json()
 

@@ -208,6 +208,17 @@ def test_params_of_a_training_mesh_are_resharded_on_the_devices(
     assert tokens_of(params) == tokens_of(weights("tied"))
 
 
+def test_params_of_a_training_mesh_are_resharded_once(caplog: pytest.LogCaptureFixture) -> None:
+    params = trained(P(("fsdp", "tp")))
+    with caplog.at_level(logging.INFO, logger="jllm"):
+        for reports in (1, 1, 2):
+            if reports == 2:  # after a step of training
+                params = jax.tree.map(lambda x: x * 1, params)
+            jllm.generate(params, PROMPTS[:1], greedy_params(2), config=config(), use_tqdm=False)
+            assert caplog.text.count("Resharded") == reports
+    jllm.release()
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_mesh_that_the_caller_has_set_changes_nothing(kind: AxisType) -> None:
     expected = tokens_of(weights("tied"))

@@ -3,7 +3,6 @@ numbers for each sampled token."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -17,20 +16,15 @@ from jllm.engine import step
 from jllm.engine.batch import StepSpec, forward_fields, pack, sample_fields
 from jllm.models.logit_rules import empty_rules
 from jllm.models.sampler import CANDIDATES, SamplerSpec
+from jllm.parallel.inspect.collectives import collectives
 from jllm.parallel.sharding import CACHE, LOGITS, WHOLE
 from tests.parallel.models import MODELS, split
 
 TP, ROWS, SLOTS, LENGTH = 8, 8, 9, 256
-COLLECTIVE = re.compile(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter|ragged-\S+?)(?:-start)?\(")
 SPECS = {
     "decode": StepSpec(num_decode=8, num_prefill=0, prefill_rows=0, table_width=16),
     "mixed": StepSpec(num_decode=8, num_prefill=64, prefill_rows=4, table_width=16),
 }
-
-
-def collectives(program: str) -> list[tuple[str, str]]:
-    """Each collective of a program's text: which, and the type of its result."""
-    return [(op, result.partition("{")[0]) for result, op in COLLECTIVE.findall(program)]
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -66,7 +60,7 @@ def test_a_forward_pass_sums_twice_per_layer_and_once_for_the_embedding(
         params, cache, arg((SLOTS, LENGTH), WHOLE, "int32"), plan, spec=spec, mesh=mesh()
     )
     compiled = lowered.compile()
-    assert Counter(op for op, _ in collectives(compiled.as_text())) == {
+    assert Counter(one.kind for one in collectives(compiled.as_text())) == {
         "all-reduce": 2 * config.num_layers + 1
     }
     # On every device its eighth of the cache is updated in place.
@@ -91,15 +85,16 @@ def test_sampling_exchanges_a_few_numbers_per_row(
     sampler: SamplerSpec, expected: dict[str, int]
 ) -> None:
     program = sample_program(sampler, vocab_size=1024)
-    assert Counter(result for _, result in collectives(program)) == expected
+    assert Counter(one.result for one in collectives(program)) == expected
 
 
 def test_filters_exchange_candidates_and_whole_rows_only_if_these_do_not_suffice() -> None:
     branches, _, always = sample_program(SamplerSpec(filtered=True), 1 << 16).partition("\nENTRY ")
     candidates = f"s32[{TP},{ROWS},{CANDIDATES},2]"
-    assert {result for _, result in collectives(always)} == {
+    assert {one.result for one in collectives(always)} == {
         f"s32[{TP},{ROWS},2]",
         candidates,
         f"f32[{TP},{ROWS}]",
     }
-    assert collectives(branches) == [("all-gather", f"s32[{TP},{ROWS},{(1 << 16) // TP},2]")]
+    (rows,) = collectives(branches)
+    assert (rows.kind, rows.result) == ("all-gather", f"s32[{TP},{ROWS},{(1 << 16) // TP},2]")

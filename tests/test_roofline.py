@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from jllm.bench import roofline
-from jllm.bench.roofline import HARDWARE, Lengths
+from jllm import roofline
 from jllm.config import ModelConfig
+from jllm.roofline import HARDWARE, Lengths
 
 H200 = HARDWARE["h200"]
 LLAMA = ModelConfig.preset("llama-3.1-8b")
 QWEN = ModelConfig.preset("qwen3-0.6b")
-PROTOTYPE = Path(__file__).parents[2] / "benchmarks/baselines/jax-prototype-h200.json"
+PROTOTYPE = Path(__file__).parents[1] / "benchmarks/baselines/jax-prototype-h200.json"
 LIMITS = json.loads(PROTOTYPE.read_text())["limit"]
 
 

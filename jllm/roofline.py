@@ -145,10 +145,17 @@ def _kv_read_bytes(config: ModelConfig, context: float, itemsize: int) -> float:
     return per_layer * context_tokens(config, context)
 
 
-def decode_step_s(
+class StepTime(NamedTuple):
+    """Seconds that a step's two kinds of work take at least."""
+
+    matmuls: float
+    attention: float
+
+
+def decode_step(
     config: ModelConfig, gpu: Hardware, batch: int, context: float, itemsize: int = 2
-) -> float:
-    """Seconds of one step that draws a token for each of ``batch`` rows of ``context`` tokens."""
+) -> StepTime:
+    """One step that draws a token for each of ``batch`` rows of ``context`` tokens."""
     dense = 2.0 * batch * (layer_weights(config) + head_weights(config))
     matmuls = max(
         weight_bytes(config, itemsize) / gpu.read_bytes_per_s,
@@ -158,10 +165,17 @@ def decode_step_s(
         batch * _kv_read_bytes(config, context, itemsize) / gpu.read_bytes_per_s,
         batch * attention_flops(config, context) / gpu.flops_per_s,
     )
-    return matmuls + attention
+    return StepTime(matmuls, attention)
 
 
-def prefill_s(
+def decode_step_s(
+    config: ModelConfig, gpu: Hardware, batch: int, context: float, itemsize: int = 2
+) -> float:
+    """Seconds of a ``decode_step``."""
+    return sum(decode_step(config, gpu, batch, context, itemsize))
+
+
+def prefill(
     config: ModelConfig,
     gpu: Hardware,
     prompts: int,
@@ -170,8 +184,8 @@ def prefill_s(
     cached: int = 0,
     chunk: int = 8192,
     itemsize: int = 2,
-) -> float:
-    """Seconds to prefill ``prompts`` of ``length`` tokens and draw one token each, when the first
+) -> StepTime:
+    """The prefill of ``prompts`` of ``length`` tokens and one token drawn for each, when the first
     ``cached`` tokens are in the cache already.
 
     Weights are read once per ``chunk`` tokens; the causal mask halves the attention.
@@ -183,7 +197,15 @@ def prefill_s(
     matmuls = max(
         steps * weight_bytes(config, itemsize) / gpu.read_bytes_per_s, dense / gpu.flops_per_s
     )
-    return matmuls + prompts * _prefill_attention_flops(config, cached, length) / gpu.flops_per_s
+    attention = prompts * _prefill_attention_flops(config, cached, length) / gpu.flops_per_s
+    return StepTime(matmuls, attention)
+
+
+def prefill_s(
+    config: ModelConfig, gpu: Hardware, prompts: int, length: int, **options: int
+) -> float:
+    """Seconds of a ``prefill``, whose options these are."""
+    return sum(prefill(config, gpu, prompts, length, **options))
 
 
 def _prefill_attention_flops(config: ModelConfig, cached: int, length: int) -> float:
