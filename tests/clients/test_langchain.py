@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
+
 from tests.clients.conftest import MODEL
 
-QUESTION = [SystemMessage("Answer briefly."), HumanMessage("What is the capital of France?")]
+QUESTION = [HumanMessage("What is the capital of France?")]
 
 
 @pytest.fixture
@@ -41,7 +42,10 @@ def test_completions_of_several_prompts(options: dict[str, Any]) -> None:
     result = llm.generate(prompts)
     texts = [generations[0].text for generations in result.generations]
     assert "Paris" in texts[0] and "four" in texts[1]
-    assert result.llm_output is not None and result.llm_output["token_usage"]["completion_tokens"] == 12
+    assert (
+        result.llm_output is not None
+        and result.llm_output["token_usage"]["completion_tokens"] == 12
+    )
     assert "".join(llm.stream(prompts[0])) == texts[0]
 
 

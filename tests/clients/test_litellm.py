@@ -6,6 +6,7 @@ from typing import Any
 
 import litellm
 import pytest
+
 from tests.clients.conftest import MODEL
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
+
 from tests.clients.conftest import MODEL
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ Command, from the repository root (seconds):
     /opt/hf311/bin/python tests/goldens/make_score_goldens.py --check   # remakes and compares
 
 The environment is make_goldens.py's; the versions of a run are written into the file. A passage is
-scored from its first token on, after the end-of-text token that lm-eval puts in front.
+scored from its first token on, after the bos token that lm-eval puts in front.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make() -> dict[str, Any]:
             for line in lines("questions.jsonl")
         ],
         "passages": [
-            score(model, [tokenizer.eos_token_id], ids(line["text"]))
+            score(model, [tokenizer.bos_token_id], ids(line["text"]))
             for line in lines("passages.jsonl")
         ],
     }
