@@ -14,6 +14,7 @@ scored from its first token on, after the bos token that lm-eval puts in front.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -77,8 +78,10 @@ def main() -> None:
         write_json(FILE, goldens)
         return
     stored = json.loads(FILE.read_text())
-    old = torch.tensor([*sum(stored["choices"], []), *stored["passages"]])
-    new = torch.tensor([*sum(goldens["choices"], []), *goldens["passages"]])
+    old, new = (
+        torch.tensor([*itertools.chain(*scores["choices"]), *scores["passages"]])
+        for scores in (stored, goldens)
+    )
     sys.exit(f"Differs from {FILE.name}." if (old - new).abs().max() > 1e-3 else 0)
 
 
