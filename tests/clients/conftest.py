@@ -1,0 +1,56 @@
+"""A live server of the demo model, for clients that live in an environment of their own.
+
+`make test-clients` runs this folder with .venv/clients; elsewhere nothing of it is collected."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("langchain_openai") else ["test_*.py"]
+
+MODEL = "smollm2-135m-instruct"
+SERVE = [
+    ".venv/bin/python", "-m", "jllm", "serve", "--port", "0", "--no-warm-up",
+    "--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512",
+    "--prefill-buckets", "64", "--decode-buckets", "8", "--num-kv-blocks", "300",
+]  # fmt: skip
+
+
+def healthy(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(url + "/health").status == 200)
+    except urllib.error.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """Its URL. It runs jllm of the environment .venv."""
+    process = subprocess.Popen(
+        [*SERVE, "--model", MODEL], stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    try:
+        assert process.stderr is not None
+        log = ""
+        while not (found := re.search(r"http://[\d.:]+", log)):
+            line = process.stderr.readline()
+            assert line, f"it ended: {log}"
+            log += line
+        for _ in range(600):
+            if healthy(found[0]):
+                break
+            time.sleep(0.1)
+        yield found[0]
+        assert healthy(found[0]), "no client may bring it down"
+    finally:
+        process.terminate()
+        process.wait(40)
