@@ -58,12 +58,12 @@ def with_device(engine: jllm.Engine, milliseconds: float) -> jllm.Engine:
     """An engine whose steps also take so long on a device that runs one after the other, while the
     host goes on: the next step is dispatched before the results of this one are waited for."""
     runner = engine._runner
-    dispatch, collect = runner.dispatch, runner.collect
+    sample, collect = runner.sample, runner.collect
     ready: collections.deque[float] = collections.deque([0.0])  # when each step in flight ends
 
-    def dispatch_and_note(plan: Plan) -> Dispatched:
+    def sample_and_note(plan: Plan, forwarded: Any, masks: Any) -> Dispatched:
         ready.append(max(ready[-1], time.perf_counter()) + milliseconds / 1000)
-        return dispatch(plan)
+        return sample(plan, forwarded, masks)
 
     def collect_when_ready(results: Dispatched) -> Results:
         ready.popleft()
@@ -71,7 +71,7 @@ def with_device(engine: jllm.Engine, milliseconds: float) -> jllm.Engine:
         return collect(results)
 
     if milliseconds:
-        runner.dispatch = dispatch_and_note  # type: ignore[method-assign]
+        runner.sample = sample_and_note  # type: ignore[method-assign]
         runner.collect = collect_when_ready  # type: ignore[method-assign]
     return engine
 
