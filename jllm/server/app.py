@@ -20,6 +20,7 @@ from jllm.server.chat import chat
 from jllm.server.completions import complete
 from jllm.server.errors import APIError, add_handlers
 from jllm.server.middleware import ApiKey, BodyLimit, RequestId
+from jllm.server.page import page_routes
 from jllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -52,6 +53,7 @@ def make_app(served: Served) -> FastAPI:
     app.add_middleware(RequestId)  # the last one added is the first to see a request
     app.include_router(_model_routes(served))
     app.include_router(_status_routes(served))
+    app.include_router(page_routes())
     return app
 
 
