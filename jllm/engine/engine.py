@@ -29,12 +29,13 @@ from jllm.engine.grammar import Grammars
 from jllm.engine.group import Group
 from jllm.engine.intake import Intake, Prompt
 from jllm.engine.logprobs import logprobs_of
-from jllm.engine.planner import Plan, Planner, all_sampler_specs
+from jllm.engine.planner import Plan, Planner
 from jllm.engine.queue import POLICIES
 from jllm.engine.request import Request
 from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
+from jllm.engine.warm_up import warm_up
 from jllm.models.sampler import SamplerSpec
 from jllm.outputs import RequestOutput
 from jllm.parallel.mesh import Mesh
@@ -268,26 +269,9 @@ class Engine:
         """
         self._check_open()
         before = self._runner.num_compiles
-        specs = self._buckets.all_specs() if specs is None else specs
-        everything = samplers is None
         if samplers is None:
-            samplers = all_sampler_specs()
-            for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
-                self._runner.warm_up_prompt_logprobs(num_prefill)
             self._grammars.prepare()
-        self._runner.compile(specs, samplers, progress=progress)
-        rows_done: set[int] = set()
-        for spec in specs:
-            rows_are_new = spec.num_rows not in rows_done
-            for sampler in samplers if rows_are_new else samplers[:1]:
-                self._runner.warm_up(spec, sampler)
-            if rows_are_new and everything:
-                self._runner.warm_up(spec, samplers[0], masked=True)
-            rows_done.add(spec.num_rows)
-        self._runner.warm_up_repeats(specs, samplers)
-        self._runner.warm_up_entries()
-        if self.config.preemption == "swap":
-            self._runner.warm_up_copies()
+        warm_up(self._runner, samplers, specs, progress=progress)
         return self._runner.num_compiles - before
 
     def stats(self) -> EngineStats:

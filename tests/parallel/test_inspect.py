@@ -77,10 +77,10 @@ def test_kv_blocks_are_those_that_an_engine_makes(
     )
     with jllm.Engine(params, engine_config) as engine:
         assert found.num_blocks == engine._runner.config.num_kv_blocks
-        cache = engine._runner._cache
+        cache = engine._runner.cache
         real = sum(kv.addressable_shards[0].data.nbytes // len(kv) for kv in cache)
         assert found.block == real
-        tables = (engine._runner._tokens, *engine._runner._rules)
+        tables = (engine._runner.tokens, *engine._runner.rules)
         assert found.tables == sum(table.nbytes for table in tables)
     assert room - found.block < found.kv <= room
     assert found.tokens == found.num_blocks * 16
