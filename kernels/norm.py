@@ -30,7 +30,7 @@ def add_norm(x: Array, parts: Array | None, weight: Array, eps: float) -> tuple[
         kernel=add_norm_kernel,
         out_type=(out_type if num_parts else none, out_type),
         grid=(rows,),
-        num_warps=min(16, max(4, padded * max(num_parts, 1) // WARP_VALUES)),
+        num_warps=min(16, max(4, triton.next_power_of_2(padded * num_parts) // WARP_VALUES)),
         num_stages=1,
         E=width,
         PARTS=num_parts,

@@ -198,7 +198,7 @@ def _merged(out: Array, partial: Array, lse: Array, merge: Merge) -> Array:
         out_type=(),
         in_place=[5],
         grid=(num_tokens, heads, group),
-        num_warps=max(1, min(8, each * dim // 1024)),
+        num_warps=max(1, min(8, each * triton.next_power_of_2(dim) // 1024)),
         num_stages=1,
         HEADS=heads,
         GROUP=group,
