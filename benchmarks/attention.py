@@ -4,7 +4,8 @@
 
 Time is that of the kernels (jllm/bench/trace.py), against a copy timed in the same run. Every op
 reads keys and values of its own, together more than L2 holds, in blocks scattered over the cache.
-How contexts are cut is worked out once per call, as a model does for all its layers.
+Timed is all from the projection on: QK-norm would be, rotation, the write of new keys and values,
+attention. How contexts are cut is worked out once per call, as a model does for all its layers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllm.bench.block_ops import projection
 from jllm.bench.environment import environment
 from jllm.bench.trace import kernel_seconds
-from jllm.bench.tune import scattered_tables
-from jllm.models.attention import Rows, paged_attention
+from jllm.bench.tune import scattered_tables, updating
+from jllm.models.attention import Rows, attend, cut_rows, locate_tokens
 
-HEADS, GROUP, DIM, BLOCK = 8, 4, 128, 16
+EMBED, HEADS, GROUP, DIM, BLOCK = 4096, 8, 4, 128, 16
 NUM_BLOCKS = 33_000  # 2.2 GB of keys and values
 TOKEN_BYTES = 2 * HEADS * DIM * 2
 ROTATE_BYTES = 160e6
@@ -80,31 +82,40 @@ def cases(rng: np.random.Generator) -> list[Case]:
     return found
 
 
-def call_of(case: Case, kv: jax.Array, rng: np.random.Generator) -> tuple[Callable[[], Any], int]:
+def call_of(
+    case: Case, kv: list[jax.Array], rng: np.random.Generator
+) -> tuple[Callable[[], Any], int]:
     """A compiled call, and how many ops it runs."""
     # At least as many as make the cut, which a model works out for all its layers, cheap.
     least = 2 if case.prefill else 12
     count = int(np.clip(ROTATE_BYTES // (sum(case.lens) * TOKEN_BYTES), least, 16))
-    shape = (case.num_queries, HEADS, GROUP, DIM)
-    q = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     starts = jnp.arange(case.prefill + 1, dtype=jnp.int32) * case.queries
     lens = jnp.asarray(case.lens, jnp.int32)
     tables = [scattered_tables(case.lens, BLOCK, NUM_BLOCKS, rng) for _ in range(count)]
+    num_queries, num_decode = case.num_queries, case.num_decode
+    parts = projection(num_queries, EMBED, HEADS * (GROUP + 2) * DIM, jnp.bfloat16)
+    qkv = jax.random.normal(jax.random.key(0), parts.shape, parts.dtype)
+    qkv = qkv.reshape(-1, num_queries, HEADS, GROUP + 2, DIM)
+    angles = jax.random.uniform(jax.random.key(1), (num_queries, DIM // 2), maxval=6)
 
-    def run(q: jax.Array, kv: jax.Array, tables: list[jax.Array], lens: jax.Array) -> jax.Array:
+    def run(
+        kv: jax.Array, qkv: jax.Array, angles: jax.Array, tables: list[jax.Array], lens: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        rope = jnp.cos(angles), jnp.sin(angles)
+        shape, found = (num_queries, HEADS, GROUP, DIM), []
+        cuts = cut_rows(shape, kv.dtype, Rows(tables[0], lens, starts), num_decode, None)
+        options = dict(window=None, scale=DIM**-0.5, eps=1e-6)
         for table in tables:
-            q = paged_attention(
-                q,
-                kv,
-                Rows(table, lens, starts),
-                num_decode=case.num_decode,
-                window=None,
-                scale=DIM**-0.5,
-            )
-        return q
+            slots = locate_tokens(
+                Rows(table, lens, starts), num_decode, num_queries - num_decode, BLOCK
+            ).slot
+            out, kv = attend(qkv, None, rope, slots, kv, table, cuts, **options)
+            found.append(out)
+        return kv, found
 
-    compiled = jax.jit(run).lower(q, kv, tables, lens).compile()
-    return functools.partial(compiled, q, kv, tables, lens), count
+    inputs = (qkv, angles, tables, lens)
+    compiled = jax.jit(run, donate_argnums=0).lower(kv[0], *inputs).compile()
+    return updating(compiled, kv, inputs), count
 
 
 def main() -> None:
@@ -120,7 +131,8 @@ def main() -> None:
     copied = jax.random.bits(key, (512, 1024, 1024), jnp.uint32)
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))
     found = cases(rng)
-    calls = [call_of(case, kv, rng) for case in found]
+    state = [kv]
+    calls = [call_of(case, state, rng) for case in found]
     calls.append((functools.partial(copy, copied), 1))
     for call, _ in calls:
         jax.block_until_ready(call())

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 CONFIGS = Path(__file__).parent / "configs"
 
 MAX_ROWS = 64  # of a product; beyond, XLA's keep the tensor cores busier
+LOG2_E = 1.4426950408889634  # kernels take powers of two
 FILLED = 130  # programs that fill a GPU, one for each of its processors
 
 

@@ -18,9 +18,10 @@ def enter_qkv(
     slots: Array,
     kv: Array,
     eps: float,
+    first: int = 0,
 ) -> tuple[Array, Array]:
-    """``models.attention.enter_qkv``: q (T, K, G, D), and the cache (N, 2, K, S, D) with the step's
-    keys and values, in place.
+    """Rotated queries (T - first, K, G, D) of the tokens from ``first`` on, and the cache (N, 2, K,
+    S, D) with their keys and values, in place.
 
     Args:
       qkv: (P, T, K, G + 2, D) parts of the projection.
@@ -29,6 +30,7 @@ def enter_qkv(
       slots: (T,) int32 cache slots; those of padding are in the scratch block.
       kv: the layer's cache.
       eps: of the norms.
+      first: tokens before it are left out.
     """
     parts, tokens, heads, wide, dim = qkv.shape
     cos, sin = rope
@@ -42,10 +44,11 @@ def enter_qkv(
         slots,
         kv,
         tokens,
+        first,
         kernel=rope_kernel,
-        out_type=jax.ShapeDtypeStruct((tokens, heads, wide - 2, dim), kv.dtype),
+        out_type=jax.ShapeDtypeStruct((tokens - first, heads, wide - 2, dim), kv.dtype),
         in_place=[6],
-        grid=(tokens, heads),
+        grid=(tokens - first, heads),
         num_warps=1,
         num_stages=1,
         HEADS=heads,
@@ -55,7 +58,7 @@ def enter_qkv(
         PARTS=parts,
         NORM=norms is not None,
         EPS=eps,
-        ROWS=triton.next_power_of_2(wide),
-        HALF=triton.next_power_of_2(dim // 2),
+        ROWS=triton.next_power_of_2(wide - 2),
+        DIM_PADDED=triton.next_power_of_2(dim),
     )
     return q, kv

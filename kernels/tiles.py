@@ -86,6 +86,14 @@ def cut(begins: Array, ends: Array, *, step: int, programs: int, least: int) -> 
     return Parts(*(x.astype(jnp.int32) for x in (tile, begin, end, last - count, count)))
 
 
+def first_seen(position: Array, window: int | None, step: int) -> Array:
+    """The first context token (M,) that queries from ``position`` (M,) on see, down to a whole
+    iteration of ``step`` tokens."""
+    if window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - window + 1, 0) // step * step
+
+
 def owner(ends: Array, index: Array) -> Array:
     """Which of the ranges that end at ``ends`` (n,), ascending, holds each index (m,); n for none.
 

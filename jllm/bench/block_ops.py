@@ -16,7 +16,8 @@ from jax import lax
 
 from jllm.bench.case import EXACT, Args, Case, relative_error
 from jllm.config import ModelConfig
-from jllm.models.attention import enter_qkv
+from jllm.kernels import triton_call
+from jllm.models.attention import rotated, write_kv
 from jllm.models.layers import rope_tables
 from jllm.models.ops import serving_ops
 from jllm.models.transformer import head
@@ -92,7 +93,7 @@ def head_case(config: ModelConfig, dtype: Any, m: int, step: str | None) -> Case
 def norm_case(config: ModelConfig, dtype: Any, m: int, step: str | None) -> Case:
     """Adds attention's output to the residual of ``m`` tokens, and normalises."""
     c, size, ops = config, jnp.dtype(dtype).itemsize, serving_ops()
-    parts = _parts(m, c.num_heads * c.head_dim, c.hidden_size, dtype)
+    parts = projection(m, c.num_heads * c.head_dim, c.hidden_size, dtype)
 
     def make(key: jax.Array) -> Args:
         a, b, d = jax.random.split(key, 3)
@@ -130,7 +131,7 @@ def enter_case(
     the model does, rotates both, and writes k and v into scattered slots of the cache."""
     c, size = config, jnp.dtype(dtype).itemsize
     wide, dim, eps = c.group_size + 2, c.head_dim, c.rms_norm_eps
-    parts = _parts(m, c.hidden_size, c.num_kv_heads * wide * dim, dtype)
+    parts = projection(m, c.hidden_size, c.num_kv_heads * wide * dim, dtype)
     blocks = max(64, 2 * m // block_size)
 
     def make(key: jax.Array) -> Args:
@@ -146,7 +147,13 @@ def enter_case(
         return (kv, q), qkv, weights, rope_tables(c, positions), slots.astype(jnp.int32)
 
     def op(state: Any, qkv: Any, norms: Any, rope: Any, slots: jax.Array) -> Any:
-        q, kv = enter_qkv(qkv, norms, rope, slots, state[0], eps)
+        if triton_call.available():
+            from jllm.kernels.rope import enter_qkv
+
+            q, kv = enter_qkv(qkv, norms, rope, slots, state[0], eps)
+        else:
+            q, k, v = rotated(qkv, norms, rope, eps)
+            kv = write_kv(state[0], k, v, slots)
         # Bound together: of ops in a row XLA would leave out all queries but the last.
         return lax.optimization_barrier((kv, q))
 
@@ -184,7 +191,7 @@ def enter_case(
     )
 
 
-def _parts(m: int, inner: int, outer: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def projection(m: int, inner: int, outer: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """The parts (P, M, O) in which a product of the model's comes."""
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, inner), (inner, outer)))
     parts: jax.ShapeDtypeStruct = jax.eval_shape(serving_ops().product, x, w)

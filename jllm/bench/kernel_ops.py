@@ -7,17 +7,20 @@ are written out here in float32, so that they stay independent of it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jllm.bench.block_ops import enter_case, gemms, head_case, norm_case
+from jllm.bench.block_ops import enter_case, gemms, head_case, norm_case, projection
 from jllm.bench.case import EXACT, Args, Case, relative_error
 from jllm.config import ModelConfig
-from jllm.models.attention import Rows, paged_attention
+from jllm.models.attention import Rows, attend, cut_rows, locate_tokens, rotated
+from jllm.models.layers import rope_tables, total
 from jllm.models.rng import gumbel_rows
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, sample
 from jllm.roofline import attention_flops
@@ -39,50 +42,63 @@ def attention(
     block_size: int = 16,
     step: str | None = None,
 ) -> Case:
-    """``batch`` decode rows of ``context`` tokens, and a prompt's first ``chunk`` tokens."""
+    """``batch`` decode rows of ``context`` tokens, and a prompt's first ``chunk`` tokens: from the
+    projection to what attention gives, the new keys and values written on the way."""
     c, size = config, jnp.dtype(dtype).itemsize
-    k_heads, group, dim = c.num_kv_heads, c.group_size, c.head_dim
+    k_heads, group, dim, eps = c.num_kv_heads, c.group_size, c.head_dim, c.rms_norm_eps
     lengths = [context] * batch + ([chunk] if chunk else [])
-    width = -(-max(lengths) // block_size)
+    width, tokens = -(-max(lengths) // block_size), batch + chunk
     scale, window = dim**-0.5, c.window(0)
+    parts = projection(tokens, c.hidden_size, k_heads * (group + 2) * dim, dtype)
 
     def make(key: jax.Array) -> Args:
-        a, b, d = jax.random.split(key, 3)
+        a, b, d, e = jax.random.split(key, 4)
         blocks = len(lengths) * width
-        q = jax.random.normal(a, (batch + chunk, k_heads, group, dim), dtype)
-        kv = jax.random.normal(b, (blocks + 1, 2, k_heads, block_size, dim), dtype)
+        kv = jax.random.normal(a, (blocks + 1, 2, k_heads, block_size, dim), dtype)
+        out = jnp.zeros((tokens, k_heads, group, dim), dtype)
+        qkv = jax.random.normal(b, parts.shape, parts.dtype)
+        qkv = qkv.reshape(-1, tokens, k_heads, group + 2, dim)
+        norms = jax.random.normal(e, (2, dim), dtype) if c.qk_norm else None
         tables = 1 + jax.random.permutation(d, blocks).reshape(len(lengths), width)
         starts = jnp.asarray([0, chunk] if chunk else [0], jnp.int32)
         rows = Rows(tables.astype(jnp.int32), jnp.asarray(lengths, jnp.int32), starts)
-        return q, kv, rows
+        return (kv, out), qkv, None if norms is None else (norms[0], norms[1]), rows
 
-    def op(q: jax.Array, kv: jax.Array, rows: Rows) -> jax.Array:
-        return paged_attention(q, kv, rows, num_decode=batch, window=window, scale=scale)
+    def op(state: Any, qkv: jax.Array, norms: Any, rows: Rows) -> Any:
+        where = locate_tokens(rows, batch, chunk, block_size)
+        cuts = cut_rows((tokens, k_heads, group, dim), dtype, rows, batch, window)
+        given = (qkv, norms, rope_tables(c, where.position), where.slot, state[0])
+        options = dict(window=window, scale=scale, eps=eps)
+        out, kv = attend(*given, rows.block_tables, cuts, **options)
+        # Bound together: of ops in a row XLA would leave out all results but the last.
+        return lax.optimization_barrier((kv, out))
 
     def error(args: Args, out: Any) -> float:
-        q, kv, rows = args
+        _, qkv, norms, rows = args
+        where = locate_tokens(rows, batch, chunk, block_size)
+        q, _, _ = rotated(total(qkv, dtype)[None], norms, rope_tables(c, where.position), eps)
         got, want = [], []
         for row in [*range(min(batch, CHECKED_ROWS)), *([batch] if chunk else [])]:
             at = slice(row, row + 1) if row < batch else slice(batch, batch + chunk)
             length = lengths[row]
             last = min(chunk, 64) if row == batch else 1  # of a chunk: its last queries
-            keys = kv[rows.block_tables[row]].astype(jnp.float32)  # (P, 2, K, S, D)
+            keys = out[0][rows.block_tables[row]].astype(jnp.float32)  # (P, 2, K, S, D)
             keys = jnp.moveaxis(keys, 3, 1).reshape(-1, 2, k_heads, dim)[:length]
             queries = q[at][-last:].astype(jnp.float32)
             want.append(np.asarray(_attend(queries, keys[:, 0], keys[:, 1], window, scale)))
-            got.append(np.asarray(out[at][-last:], np.float32))
+            got.append(np.asarray(out[1][at][-last:], np.float32))
         return relative_error(np.concatenate(got), np.concatenate(want))
 
     seen = [min(n, window or n) for n in lengths]
-    moved = sum(seen) * 2 * k_heads * dim * size
-    queries = (batch + chunk) * c.num_heads * dim * size
+    moved = sum(seen) * 2 * k_heads * dim * size + math.prod(parts.shape) * parts.dtype.itemsize
+    written = tokens * (c.num_heads + 2 * k_heads) * dim * size
     one = attention_flops(c, 1) / c.num_layers  # a query and a key, one layer
     flops = one * (sum(seen[:batch]) + chunk * (chunk + 1) / 2)
-    parts = ([f"B{batch}_ctx{context}"] if batch else []) + ([f"T{chunk}"] if chunk else [])
+    sizes = ([f"B{batch}_ctx{context}"] if batch else []) + ([f"T{chunk}"] if chunk else [])
     which = "mixed" if batch and chunk else "decode" if batch else "prefill"
-    name = f"kernel_us_attention_{which}_{'_'.join(parts)}"
+    name = f"kernel_us_attention_{which}_{'_'.join(sizes)}"
     return Case(
-        name, "attention", op, make, error, moved + queries, queries, flops, c.num_layers, step
+        name, "attention", op, make, error, moved, written, flops, c.num_layers, step, in_place=True
     )
 
 

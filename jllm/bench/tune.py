@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jllm.bench.block_ops import projection
 from jllm.bench.environment import environment
 from jllm.bench.models import config_of
 from jllm.bench.trace import kernel_seconds
 from jllm.config import ModelConfig
 from jllm.kernels import triton_call
+from jllm.models.layers import rope_tables
 
 ROTATE_BYTES = 160e6  # inputs of the ops of a call: more than L2
 SHARED_BYTES = 220_000  # of a program, at most
@@ -43,6 +45,7 @@ class Problem(NamedTuple):
     launches: Sequence[Any]
     op: Callable[..., Any]  # op(launch, *inputs): several ops in a row, on weights of their own
     inputs: Sequence[tuple[Any, ...]]
+    state: list[Any] | None = None  # of one array that the op updates: op(launch, array, *inputs)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -96,8 +99,12 @@ def best(problem: Problem) -> tuple[Any, float]:
 
     def compiled(item: tuple[Any, tuple[Any, ...]]) -> Callable[[], Any]:
         launch, inputs = item
-        program = jax.jit(functools.partial(problem.op, launch)).lower(*inputs).compile()
-        return functools.partial(program, *inputs)
+        op, state = functools.partial(problem.op, launch), problem.state
+        if state is None:
+            return functools.partial(jax.jit(op).lower(*inputs).compile(), *inputs)
+        return updating(
+            jax.jit(op, donate_argnums=0).lower(state[0], *inputs).compile(), state, inputs
+        )
 
     with ThreadPoolExecutor() as pool:
         calls = list(pool.map(compiled, work))
@@ -109,6 +116,16 @@ def best(problem: Problem) -> tuple[Any, float]:
     means = {launch: statistics.geometric_mean(found) for launch, found in times.items()}
     fastest = min(means, key=lambda launch: means[launch])
     return fastest, means[fastest] * 1e6
+
+
+def updating(program: Op, state: list[Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    """Calls of a program that takes ``state``'s array and gives it back, then its results."""
+
+    def call() -> Any:
+        state[0], results = program(state[0], *inputs)
+        return results
+
+    return call
 
 
 def scattered_tables(
@@ -125,18 +142,23 @@ def scattered_tables(
 
 def chained_decode(
     launch: Any,
-    q: jax.Array,
     kv: jax.Array,
+    qkv: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
     tables: list[jax.Array],
     lens: jax.Array,
-) -> jax.Array:
-    """Decode attention over several sets of tables, each op on the output of the one before."""
-    from jllm.kernels.paged_attention import attend, cut_decode
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Decode attention of qkv (P, B, K, G + 2, D) over several sets of tables, in place."""
+    from jllm.kernels.decode import attend_rows, cut_decode
 
-    cut = cut_decode(q.shape, q.dtype, lens, None, launch)
+    _, rows, heads, wide, dim = qkv.shape
+    cut = cut_decode((rows, heads, wide - 2, dim), kv.dtype, lens, None, launch)
+    options = dict(window=None, scale=dim**-0.5, eps=1e-6)
+    found = []
     for table in tables:
-        q = attend(q, kv, table, cut, window=None, scale=q.shape[-1] ** -0.5)
-    return q
+        out, kv = attend_rows(qkv, None, rope, kv, table, cut, **options)
+        found.append(out)
+    return kv, found
 
 
 def _decode(config: ModelConfig, rows: int, key: jax.Array) -> Problem:
@@ -152,12 +174,15 @@ def _decode(config: ModelConfig, rows: int, key: jax.Array) -> Problem:
     num_blocks += rows
     shape = (num_blocks, 2, heads, block_size, dim)
     kv = jax.jit(jax.random.normal, static_argnums=(1, 2))(key, shape, jnp.bfloat16)
-    q = jax.random.normal(key, (rows, heads, group, dim), jnp.bfloat16)
+    parts = projection(rows, config.hidden_size, heads * (group + 2) * dim, jnp.bfloat16)
+    qkv = jax.random.normal(key, parts.shape, parts.dtype)
+    qkv = qkv.reshape(-1, rows, heads, group + 2, dim)
     inputs = []
     for found in lens:
         count = int(np.clip(ROTATE_BYTES // (sum(found) * token_bytes), 2, 12))
         tables = [scattered_tables(found, block_size, num_blocks, rng) for _ in range(count)]
-        inputs.append((q, kv, tables, jnp.asarray(found, jnp.int32)))
+        positions = jnp.asarray(found, jnp.int32) - 1
+        inputs.append((qkv, rope_tables(config, positions), tables, positions + 1))
     launches = [
         FEW._replace(context=context, num_warps=warps, num_stages=stages, programs=132 * n)
         for (context, warps, stages), n in itertools.product(
@@ -165,7 +190,8 @@ def _decode(config: ModelConfig, rows: int, key: jax.Array) -> Problem:
         )
     ]
 
-    return Problem(f"decode {rows}x{heads}x{group}x{dim}", launches, chained_decode, inputs)
+    name = f"decode {rows}x{heads}x{group}x{dim}"
+    return Problem(name, launches, chained_decode, inputs, state=[kv])
 
 
 def _product(kind: str, product: Op, rows: int, shape: tuple[int, ...], key: jax.Array) -> Problem:

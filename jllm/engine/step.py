@@ -22,22 +22,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
-from jllm.models import vocab
-from jllm.models.attention import (
-    Cuts,
-    Rows,
-    cut_rows,
-    enter_qkv,
-    locate_tokens,
-    paged_attention,
-)
+from jllm.models import attention, vocab
+from jllm.models.attention import Rows, cut_rows, locate_tokens
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
 from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
@@ -130,24 +123,25 @@ def _forward(
     queries = (len(ids), heads, wide - 2, dim)
 
     @functools.cache
-    def cuts(window: int | None) -> Cuts:
+    def cuts(window: int | None) -> Any:
         return cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
 
     def attend(
         index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: Array
     ) -> tuple[Array, Array]:
-        q, kv = enter_qkv(qkv, layer.norms, rope, where.slot, kv, config.rms_norm_eps)
         window = config.window(index)
-        out = paged_attention(
-            q,
+        return attention.attend(
+            qkv,
+            layer.norms,
+            rope,
+            where.slot,
             kv,
-            rows,
-            num_decode=spec.num_decode,
+            rows.block_tables,
+            cuts(window),
             window=window,
             scale=config.head_dim**-0.5,
-            cuts=cuts(window),
+            eps=config.rms_norm_eps,
         )
-        return out, kv
 
     hidden, cache = run_model(params, ids, where.position, attend, cache, axis, serving_ops())
     last = jnp.arange(spec.num_decode)

@@ -15,7 +15,6 @@ so ``num_decode`` (3) is static, and only the prefill rows need ``query_start``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -93,24 +92,6 @@ def rotated(
     return apply_rope(q, *rope), apply_rope(k, *rope), v
 
 
-def enter_qkv(
-    qkv: Array,
-    norms: tuple[Array, Array] | None,
-    rope: tuple[Array, Array],
-    slots: Array,
-    kv: Array,
-    eps: float,
-) -> tuple[Array, Array]:
-    """Rotated queries (T, K, G, D), and the cache with the step's keys and values in their slots
-    (T,); one kernel on an NVIDIA GPU. See ``rotated`` and ``write_kv``."""
-    if triton_call.available():
-        from jllm.kernels import rope as kernel
-
-        return kernel.enter_qkv(qkv, norms, rope, slots, kv, eps)
-    q, k, v = rotated(qkv, norms, rope, eps)
-    return q, write_kv(kv, k, v, slots)
-
-
 def write_kv(kv: Array, k: Array, v: Array, slots: Array) -> Array:
     """Writes the step's keys and values (T, K, D) into their cache slots (T,); in place when
     ``kv`` is donated."""
@@ -126,24 +107,26 @@ class Tiled(NamedTuple):
     size: int
 
 
-class Cuts(NamedTuple):
-    """How a step's decode rows and prefill chunks are cut for attention; None where there are
-    none. For the kernels a ``kernels.paged_attention.Cut``, for the reference ``Tiled``."""
+class TiledRows(NamedTuple):
+    """How the reference cuts a step's decode rows and chunks; None where there are none."""
 
-    decode: Any
-    prefill: Any
+    decode: Tiled | None
+    prefill: Tiled | None
 
 
 def cut_rows(
     shape: tuple[int, ...], dtype: Any, rows: Rows, num_decode: int, window: int | None
-) -> Cuts:
-    """Cuts the queries (T, K, G, D) of a step; the same for all layers of one window."""
+) -> Any:
+    """How ``attend`` cuts the queries (T, K, G, D) of a step: ``TiledRows``, or for the kernels
+    their ``Cuts``. The same for all layers of one window, so it is worked out once."""
     num_prefill = shape[0] - num_decode
     decode_lens, prefill_lens = rows.context_lens[:num_decode], rows.context_lens[num_decode:]
     decode: Any = None
     prefill: Any = None
     if triton_call.available():
-        from jllm.kernels.paged_attention import cut_decode, cut_prefill
+        from jllm.kernels.attention import Cuts
+        from jllm.kernels.decode import cut_decode
+        from jllm.kernels.prefill import cut_prefill
 
         if num_decode:
             decode = cut_decode((num_decode, *shape[1:]), dtype, decode_lens, window)
@@ -155,49 +138,57 @@ def cut_rows(
         decode = Tiled(decode_tiles(decode_lens), 1)
     if num_prefill:
         prefill = tiled_chunks(rows.query_start, prefill_lens, num_prefill)
-    return Cuts(decode, prefill)
+    return TiledRows(decode, prefill)
 
 
-def paged_attention(
-    q: Array,
+def attend(
+    qkv: Array,
+    norms: tuple[Array, Array] | None,
+    rope: tuple[Array, Array],
+    slots: Array,
     kv: Array,
-    rows: Rows,
+    tables: Array,
+    cuts: Any,
     *,
-    num_decode: int,
     window: int | None,
     scale: float,
-    cuts: Cuts | None = None,
-) -> Array:
-    """Causal attention of a mixed batch over its rows' cached context, by Triton kernels on an
-    NVIDIA GPU and by plain XLA elsewhere.
+    eps: float,
+) -> tuple[Array, Array]:
+    """A layer's attention in a mixed batch: the step's keys and values enter the cache, and each
+    token attends to the context of its row up to itself. Triton kernels on an NVIDIA GPU, plain
+    XLA elsewhere.
 
     Args:
-      q: (T, K, G, D) queries, decode rows first; their keys are already in the cache.
-      kv: (N, 2, K, S, D) the layer's cache.
-      rows: the rows' block tables and lengths.
-      num_decode: leading rows of one token each; static.
+      qkv: (P, T, K, G + 2, D) parts of the projection, decode rows first.
+      norms: weights (D,) of q's and of k's RMSNorm, or None.
+      rope: cos and sin (T, D / 2), float32.
+      slots: (T,) int32 cache slots of the tokens.
+      kv: (N, 2, K, S, D) the layer's cache; in place when it is donated.
+      tables: (B, P) int32 block tables of the rows.
+      cuts: from ``cut_rows``, for the same window.
       window: tokens a query sees, itself included; None for all.
       scale: factor on the scores, normally D ** -0.5.
-      cuts: from ``cut_rows`` for the same window, where many layers share them.
+      eps: of the norms.
 
     Returns:
-      (T, K, G, D); what padding tokens give has no meaning, and no other token reads it.
+      (T, K, G, D), and the cache; what padding tokens give has no meaning, and no other token
+      reads it.
     """
-    attend: Callable[..., Array] = attend_tiles
     if triton_call.available():
-        from jllm.kernels.paged_attention import attend
+        from jllm.kernels import attention as kernels
 
-    if cuts is None:
-        cuts = cut_rows(q.shape, q.dtype, rows, num_decode, window)
-    parts = []
-    stages = (
-        (q[:num_decode], rows.block_tables[:num_decode], cuts.decode),
-        (q[num_decode:], rows.block_tables[num_decode:], cuts.prefill),
-    )
-    for queries, tables, cut in stages:
-        if cut is not None:
-            parts.append(attend(queries, kv, tables, cut, window=window, scale=scale))
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        given = (qkv, norms, rope, slots, kv, tables, cuts)
+        return kernels.attend(*given, window=window, scale=scale, eps=eps)
+    q, k, v = rotated(qkv, norms, rope, eps)
+    kv = write_kv(kv, k, v, slots)
+    num_decode = 0 if cuts.decode is None else len(cuts.decode.tiles.row)
+    options: dict[str, Any] = dict(window=window, scale=scale)
+    out = []
+    if cuts.decode is not None:
+        out.append(attend_tiles(q[:num_decode], kv, tables[:num_decode], cuts.decode, **options))
+    if cuts.prefill is not None:
+        out.append(attend_tiles(q[num_decode:], kv, tables[num_decode:], cuts.prefill, **options))
+    return jnp.concatenate(out), kv
 
 
 def tiled_chunks(query_start: Array, context_lens: Array, num_tokens: int) -> Tiled:
@@ -215,7 +206,7 @@ def attend_tiles(
     window: int | None,
     scale: float,
 ) -> Array:
-    """``kernels.paged_attention.attend`` in plain XLA; what no tile covers is 0.
+    """Causal attention of tiles over the cached context; what no tile covers is 0.
 
     q (T, K, G, D), kv (N, 2, K, S, D), tables (B, P) -> (T, K, G, D).
     """

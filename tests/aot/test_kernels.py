@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from jllm.kernels import triton_call
-from jllm.kernels.paged_attention import attend, cut_decode, cut_prefill
+from jllm.kernels.decode import attend_rows, cut_decode
+from jllm.kernels.prefill import attend_chunks, cut_prefill
 from jllm.models.sampler import SamplerSpec, sample
 from tests.aot.compiler import compile_for_h200
 from tests.kernels.sampling_problems import mixed_rows
@@ -26,15 +28,29 @@ def spec(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("window", [None, 100])
-def test_decode(window: int | None, dim: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("window", "parts", "normed"), [(None, 4, False), (100, 1, True)], ids=["plain", "all options"]
+)
+def test_decode(window: int | None, parts: int, normed: bool, dim: int, dtype: str) -> None:
+    """All of it is one kernel, and writes the cache in place."""
     q, kv, tables, lens = inputs(64, dim, dtype)
+    rows, heads, group, _ = q.shape
+    qkv = spec(parts, rows, heads, group + 2, dim, dtype="float32" if parts > 1 else dtype)
+    norms = (spec(dim, dtype=dtype),) * 2 if normed else None
+    angles = spec(rows, dim // 2, dtype="float32")
 
-    def op(q: Any, kv: Any, tables: Any, lens: Any) -> Any:
-        cut = cut_decode(q.shape, q.dtype, lens, window)
-        return attend(q, kv, tables, cut, window=window, scale=dim**-0.5)
+    def op(qkv: Any, norms: Any, rope: Any, kv: Any, tables: Any, lens: Any) -> Any:
+        cut = cut_decode(q.shape, kv.dtype, lens, window)
+        options = dict(window=window, scale=dim**-0.5, eps=1e-6)
+        return attend_rows(qkv, norms, rope, kv, tables, cut, **options)
 
-    compile_for_h200(jax.jit(op), q, kv, tables, lens)
+    compiled = compile_for_h200(
+        jax.jit(op, donate_argnums=3), qkv, norms, (angles, angles), kv, tables, lens
+    )
+    cache_bytes = math.prod(kv.shape) * kv.dtype.itemsize
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,7 +62,7 @@ def test_prefill(tokens: int, dim: int, dtype: str) -> None:
 
     def op(q: Any, kv: Any, tables: Any, starts: Any, lens: Any) -> Any:
         cut = cut_prefill(q.shape, q.dtype, starts, lens, None)
-        return attend(q, kv, tables, cut, window=None, scale=dim**-0.5)
+        return attend_chunks(q, kv, tables, cut, None, window=None, scale=dim**-0.5)
 
     compile_for_h200(jax.jit(op), q, kv, tables, spec(5), lens)
 

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.gpu
         pytest.param(2, 7, 256, 16, 1000, id="dim 256, group 7"),
     ],
 )
+@pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(
     "lens",
     [
@@ -39,11 +40,18 @@ pytestmark = pytest.mark.gpu
     ],
 )
 def test_decode_equals_the_reference(
-    lens: list[int], heads: int, group: int, dim: int, block: int, window: int | None, dtype: str
+    lens: list[int],
+    heads: int,
+    group: int,
+    dim: int,
+    block: int,
+    window: int | None,
+    parts: int,
+    dtype: str,
 ) -> None:
     assert triton_call.available()
     given = problem(lens, len(lens), heads, group, dim, block, dtype)
-    out, exact = decoded(given, lens, window=window, scale=dim**-0.5)
+    out, exact = decoded(given, lens, window=window, parts=parts, normed=parts == 1)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert relative_error(out, exact) < TOLERANCE[dtype]
 
@@ -59,6 +67,6 @@ def test_prefill_chunks_equal_the_reference(
     """Chunks from the start and from mid-context, a padding row, and padding tokens."""
     chunks, lens = [64, 65, 1, 130, 7, 30, 0], [64, 65, 1, 700, 1000, 31, 0]
     given = problem([*lens[:-1], 1], 512, heads, group, dim, 16, dtype)
-    out, exact = prefilled(given, chunks, lens, window=window, scale=dim**-0.5)
+    out, exact = prefilled(given, chunks, lens, window=window)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert relative_error(out, exact) < TOLERANCE[dtype]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllm.kernels.decode import attend_rows, cut_decode
+from jllm.kernels.launches import AttentionLaunch
+from jllm.kernels.prefill import attend_chunks, cut_prefill
 from jllm.kernels.tiles import decode_tiles
-from jllm.models.attention import Tiled, attend_tiles, tiled_chunks
+from jllm.models.attention import Tiled, attend_tiles, rotated, tiled_chunks, write_kv
+from jllm.models.layers import total
 
 Problem = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -40,43 +45,86 @@ def relative_error(out: Any, reference: Any) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(np.asarray(reference, np.float64)))
 
 
-def decoded(problem: Problem, lens: list[int], **options: Any) -> tuple[jax.Array, jax.Array]:
-    """What the decode kernel gives, and the reference in float32."""
-    from jllm.kernels.paged_attention import cut_decode
-
-    q, *_ = problem
+def decoded(
+    problem: Problem,
+    lens: list[int],
+    *,
+    parts: int = 1,
+    normed: bool = False,
+    window: int | None = None,
+    launch: AttentionLaunch | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the decode kernel gives for a projection in ``parts``, and the reference in float32. The
+    cache it leaves is checked here: the new tokens' keys and values in place, nothing else."""
+    q, kv, tables = problem
+    rows, heads, group, dim = q.shape
     context = jnp.asarray(lens, jnp.int32)
-    return _both(
-        problem,
-        lambda launch: cut_decode(q.shape, q.dtype, context, options["window"], launch),
-        Tiled(decode_tiles(context), 1),
-        **options,
+    rng = np.random.default_rng(rows)
+    qkv = jnp.asarray(rng.normal(size=(parts, rows, heads, group + 2, dim)))
+    qkv = qkv.astype(q.dtype if parts == 1 else jnp.float32)
+    norms = tuple(jnp.asarray(rng.normal(size=(2, dim)), q.dtype)) if normed else None
+    angles = jnp.asarray(rng.uniform(0, 6, (rows, dim // 2)), jnp.float32)
+    rope, eps, options = (jnp.cos(angles), jnp.sin(angles)), 1e-6, {"window": window}
+    options["scale"] = dim**-0.5
+
+    @jax.jit
+    def run(qkv: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cut = cut_decode(q.shape, q.dtype, context, window, launch)
+        return attend_rows(qkv, norms, rope, kv, tables, cut, **options, eps=eps)
+
+    out, new_kv = run(qkv, kv)
+    q, k, v = rotated(total(qkv, kv.dtype)[None], norms, rope, eps)
+    position = jnp.maximum(context - 1, 0)
+    block = kv.shape[3]
+    slots = tables[jnp.arange(rows), position // block] * block + position % block
+    want_kv = write_kv(kv, k, v, jnp.where(context > 0, slots, 0))
+    # Rounded to the dtype in another order, a value may be its neighbour.
+    np.testing.assert_allclose(
+        np.asarray(new_kv[1:], np.float32),
+        np.asarray(want_kv[1:], np.float32),
+        rtol=0,
+        atol=TOLERANCE[str(kv.dtype)] * 8,
     )
+    tiled = Tiled(decode_tiles(context), 1)
+    exact = _exact(q, new_kv, tables, tiled, **options)
+    return out, exact
 
 
 def prefilled(
-    problem: Problem, chunks: list[int], lens: list[int], **options: Any
+    problem: Problem,
+    chunks: list[int],
+    lens: list[int],
+    *,
+    window: int | None = None,
+    launch: AttentionLaunch | None = None,
+    decode_rows: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the prefill kernel gives for the queries of ``chunks``, and the reference in float32."""
-    from jllm.kernels.paged_attention import cut_prefill
-
-    q, *_ = problem
-    starts, context = jnp.asarray([0, *np.cumsum(chunks)], jnp.int32), jnp.asarray(lens, jnp.int32)
-    out, exact = _both(
-        problem,
-        lambda launch: cut_prefill(q.shape, q.dtype, starts, context, options["window"], launch),
-        tiled_chunks(starts, context, len(q)),
-        **options,
-    )
-    return out[: sum(chunks)], exact[: sum(chunks)]
-
-
-def _both(
-    problem: Problem, cut: Any, tiled: Tiled, *, launch: Any = None, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    from jllm.kernels.paged_attention import attend
-
+    """What the prefill kernel gives for the queries of ``chunks``, and the reference in float32.
+    With ``decode_rows`` it writes behind theirs, which it must leave alone."""
     q, kv, tables = problem
-    out = jax.jit(lambda q, kv: attend(q, kv, tables, cut(launch), **options))(q, kv)
-    exact = jax.jit(lambda q, kv: attend_tiles(q, kv, tables, tiled, **options))
-    return out, exact(q.astype(jnp.float32), kv.astype(jnp.float32))
+    starts, context = jnp.asarray([0, *np.cumsum(chunks)], jnp.int32), jnp.asarray(lens, jnp.int32)
+    scale = q.shape[-1] ** -0.5
+    before = jnp.full((decode_rows + len(q), *q.shape[1:]), 7.0, q.dtype) if decode_rows else None
+
+    @jax.jit
+    def run(q: jax.Array, kv: jax.Array, before: jax.Array | None) -> jax.Array:
+        cut = cut_prefill(q.shape, q.dtype, starts, context, window, launch)
+        return attend_chunks(q, kv, tables, cut, before, window=window, scale=scale)
+
+    out = run(q, kv, before)
+    assert (out[:decode_rows] == 7).all()
+    tiled = tiled_chunks(starts, context, len(q))
+    exact = _exact(q, kv, tables, tiled, window=window, scale=scale)
+    return out[decode_rows:][: sum(chunks)], exact[: sum(chunks)]
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
+def _reference(
+    q: jax.Array, kv: jax.Array, tables: jax.Array, tiles: Any, size: jax.Array, **options: Any
+) -> jax.Array:
+    return attend_tiles(q, kv, tables, Tiled(tiles, size.shape[0]), **options)
+
+
+def _exact(q: jax.Array, kv: jax.Array, tables: jax.Array, tiled: Tiled, **options: Any) -> Any:
+    q, kv = q.astype(jnp.float32), kv.astype(jnp.float32)
+    return _reference(q, kv, tables, tiled.tiles, jnp.zeros(tiled.size), **options)

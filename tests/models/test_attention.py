@@ -10,8 +10,9 @@ from jllm.models.attention import (
     CONTEXT_TILE,
     QUERY_TILE,
     Rows,
+    attend,
+    cut_rows,
     locate_tokens,
-    paged_attention,
     prefill_tiles,
     write_kv,
 )
@@ -80,13 +81,26 @@ def test_mixed_batches_equal_plain_attention(
         jnp.asarray(lens, jnp.int32),
         jnp.asarray(starts, jnp.int32),
     )
-    out = paged_attention(
-        jnp.asarray(np.concatenate(flat)),
+    q = np.concatenate(flat)
+    # The new keys and values come with the projection: the cache does not have them yet.
+    where = locate_tokens(rows, num_decode, len(q) - num_decode, BLOCK)
+    block, offset = np.divmod(np.asarray(where.slot), BLOCK)
+    new = kv[block, :, :, offset]  # (T, 2, K, D)
+    kv[block, :, :, offset] = np.nan
+    qkv = np.concatenate([q, np.moveaxis(new, 1, 2)], axis=2)  # (T, K, G + 2, D)
+    no_turn = jnp.ones((len(q), DIM // 2)), jnp.zeros((len(q), DIM // 2))
+    cuts = cut_rows(q.shape, jnp.float32, rows, num_decode, window)
+    out, _ = attend(
+        jnp.asarray(qkv)[None],
+        None,
+        no_turn,
+        where.slot,
         jnp.asarray(kv),
-        rows,
-        num_decode=num_decode,
+        rows.block_tables,
+        cuts,
         window=window,
         scale=DIM**-0.5,
+        eps=1e-6,
     )
     out = np.asarray(out)
     assert np.isfinite(out).all()

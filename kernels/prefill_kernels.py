@@ -1,13 +1,15 @@
-"""The Triton code of attention; how it is launched, and over what, says paged_attention.py."""
+"""The Triton code of chunks' attention; how it is launched, and over what, says prefill.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from jllm.kernels.online_softmax import attend_context
+
 
 @triton.jit
-def attention_kernel(
+def prefill_kernel(
     # inputs
     q_ptr,  # (T, K, G, D)
     kv_ptr,  # (N, 2, K, S, D)
@@ -20,8 +22,9 @@ def attention_kernel(
     token_ptr,  # (M,) int32: its first query
     position_ptr,  # (M,) int32: position of that query
     length_ptr,  # (M,) int32: its queries
+    first_row,  # of the output
     # outputs
-    out_ptr,  # (T, K, G, D)
+    out_ptr,  # (first_row + T, K, G, D)
     partial_ptr,  # (X, Q, K, G, D) float32
     lse_ptr,  # (X, Q, K, G) float32: base-2 log of a part's sum of weights
     # sizes
@@ -34,7 +37,6 @@ def attention_kernel(
     # what
     SCALE: tl.constexpr,  # on the scores, log2(e) included
     WINDOW: tl.constexpr,  # tokens a query sees; 0 for all
-    CAUSAL: tl.constexpr,  # whether queries see the context up to their position only
     PARTIAL: tl.constexpr,  # whether parts that are not alone write partial sums
     # how
     ROWS: tl.constexpr,  # rows of a tile: a power of two, at least 16 and Q * G
@@ -64,26 +66,23 @@ def attention_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_PADDED), tl.float32)
     # Up to here every query sees every token, and no score needs a mask.
-    clear_begin, clear_end = begin, begin + (end - begin) // CONTEXT * CONTEXT
-    if CAUSAL:
-        clear_end = tl.minimum(
-            clear_end, begin + tl.maximum(first + 1 - begin, 0) // CONTEXT * CONTEXT
-        )
+    clear = tl.minimum(end, first + 1) - begin
+    clear_begin, clear_end = begin, begin + tl.maximum(clear, 0) // CONTEXT * CONTEXT
     if WINDOW > 0:
         # Tokens before the last query's window need one too.
         seen_by_all = tl.maximum(first + length - WINDOW, begin)
         clear_begin = tl.minimum(begin + tl.cdiv(seen_by_all - begin, CONTEXT) * CONTEXT, clear_end)
-        best, total, acc = _attend(
+        best, total, acc = attend_context(
             q, kv_ptr, table_ptr, head, position, begin, clear_begin, end, best, total, acc,
-            HEADS, BLOCK, DIM, SCALE, WINDOW, CAUSAL, True, CONTEXT, DIM_PADDED,
+            HEADS, BLOCK, DIM, SCALE, WINDOW, True, True, CONTEXT, DIM_PADDED,
         )  # fmt: skip
-    best, total, acc = _attend(
+    best, total, acc = attend_context(
         q, kv_ptr, table_ptr, head, position, clear_begin, clear_end, end, best, total, acc,
-        HEADS, BLOCK, DIM, SCALE, WINDOW, CAUSAL, False, CONTEXT, DIM_PADDED,
+        HEADS, BLOCK, DIM, SCALE, WINDOW, True, False, CONTEXT, DIM_PADDED,
     )  # fmt: skip
-    best, total, acc = _attend(
+    best, total, acc = attend_context(
         q, kv_ptr, table_ptr, head, position, clear_end, end, end, best, total, acc,
-        HEADS, BLOCK, DIM, SCALE, WINDOW, CAUSAL, True, CONTEXT, DIM_PADDED,
+        HEADS, BLOCK, DIM, SCALE, WINDOW, True, True, CONTEXT, DIM_PADDED,
     )  # fmt: skip
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -96,57 +95,10 @@ def attention_kernel(
         tl.store(partial_at, acc, mask=partial[:, None] & (dim < DIM)[None, :])
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(lse_ptr + part_place, lse, mask=partial)
-    out_at = out_ptr + q_place[:, None] * DIM + dim[None, :]
+    out_place = q_place + first_row * HEADS * GROUP
+    out_at = out_ptr + out_place[:, None] * DIM + dim[None, :]
     real = (query < finished)[:, None] & (dim < DIM)[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _attend(
-    q, kv_ptr, table_ptr, head, position, start, stop, end, best, total, acc,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    CONTEXT: tl.constexpr, DIM_PADDED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax (arXiv 2205.14135) over context tokens [start, stop), none from ``end`` on."""
-    dim = tl.arange(0, DIM_PADDED)
-    for at0 in range(start, stop, CONTEXT):
-        at = at0 + tl.arange(0, CONTEXT)
-        if CONTEXT <= BLOCK:
-            block = tl.load(table_ptr + at0 // BLOCK).to(tl.int64)
-        else:
-            block = tl.load(table_ptr + tl.minimum(at, end - 1) // BLOCK).to(tl.int64)
-        place = (block * (2 * HEADS) + head) * BLOCK + at % BLOCK
-        k_at = kv_ptr + place[:, None] * DIM + dim[None, :]
-        v_at = k_at + HEADS * BLOCK * DIM
-        if MASKED or DIM_PADDED != DIM:
-            # Past a row's end its blocks hold what others left: 0 * nan would be nan.
-            inside = (at < end)[:, None] & (dim < DIM)[None, :]
-            k = tl.load(k_at, mask=inside, other=0.0)
-            v = tl.load(v_at, mask=inside, other=0.0)
-        else:
-            k = tl.load(k_at)
-            v = tl.load(v_at)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
-        if MASKED:
-            seen = (at < end)[None, :]
-            if CAUSAL:
-                seen = seen & (at[None, :] <= position[:, None])
-            if WINDOW > 0:
-                seen = seen & (at[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        shift = new_best
-        if MASKED:
-            # Until a query has seen a key its best is -inf, and -inf - -inf would be nan.
-            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - shift[:, None])
-        keep = tl.exp2(best - shift)
-        total = total * keep + tl.sum(weights, axis=1)
-        acc = acc * keep[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        best = new_best
-    return best, total, acc
 
 
 @triton.jit
@@ -156,7 +108,8 @@ def merge_kernel(
     first_ptr,  # (T,) int32: first part of each query's tile
     count_ptr,  # (T,) int32: its parts
     query_ptr,  # (T,) int32: its place in the tile
-    out_ptr,  # (T, K, G, D), in place: queries of one part are there already
+    first_row,  # of the output
+    out_ptr,  # (first_row + T, K, G, D), in place: queries of one part are there already
     HEADS: tl.constexpr,  # K
     GROUP: tl.constexpr,  # G
     DIM: tl.constexpr,  # D
@@ -189,5 +142,6 @@ def merge_kernel(
         total = total * keep + tl.sum(weights, axis=0)
         acc = acc * keep + tl.sum(x * weights[:, None], axis=0)
         best = new_best
-    out_at = out_ptr + (token.to(tl.int64) * HEADS * GROUP + place) * DIM + dim
+    out_place = (first_row + token).to(tl.int64) * HEADS * GROUP + place
+    out_at = out_ptr + out_place * DIM + dim
     tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=dim < DIM)
