@@ -229,8 +229,8 @@ class EngineConfig:
 
     Attributes:
       max_num_seqs: requests that run at once (32 on a CPU, 256 on a GPU).
-      max_num_batched_tokens: tokens one step may process, decode rows and prefill chunks
-        together (512 on a CPU, 8192 on a GPU). Longer prompts are prefilled in chunks.
+      max_num_batched_tokens: prompt tokens one step may process, beside the one token of each
+        running request (512 on a CPU, 8192 on a GPU). Longer prompts are prefilled in chunks.
       max_model_len: longest prompt plus output, in tokens (the model's own limit, capped by
         what the KV pool can hold for one request).
       block_size: tokens in one KV block.

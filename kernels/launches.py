@@ -67,8 +67,7 @@ FLOAT32 = AttentionLaunch(rows=16, context=16, num_warps=4, num_stages=2, progra
 # Decode waits for memory: one warp a program, many programs, each with loads under way. Few rows
 # are cut up to what runs at once. Of many rows more parts than that: the last to finish are short.
 FEW = AttentionLaunch(rows=16, context=32, num_warps=1, num_stages=5, programs=132 * 2)
-SOME = AttentionLaunch(rows=16, context=16, num_warps=1, num_stages=3, programs=132 * 8)
-MANY = AttentionLaunch(rows=16, context=32, num_warps=1, num_stages=5, programs=132 * 16)
+MANY = FEW._replace(programs=132 * 16)
 
 
 def decode_launch(shape: tuple[int, ...], dtype: Any) -> AttentionLaunch:
@@ -79,9 +78,7 @@ def decode_launch(shape: tuple[int, ...], dtype: Any) -> AttentionLaunch:
     measured = _measured().get(f"decode {rows}x{heads}x{group}x{dim}")
     if measured:
         return AttentionLaunch(**measured)
-    if rows * heads <= 16:
-        return FEW
-    return SOME if rows * heads < 1024 else MANY
+    return FEW if rows * heads < 1024 else MANY
 
 
 def prefill_launch(dtype: Any) -> AttentionLaunch:

@@ -22,7 +22,7 @@ Int32s = NDArray[np.int32]
 # that does not begin at a multiple of 16 bytes.
 ALIGNMENT = 4
 
-MOST_REPEATED_ROWS = 32  # a step of more rows takes longer than its dispatch, whatever the model
+MOST_REPEATED_ROWS = 64  # a step of more rows takes longer than its dispatch, whatever the model
 
 
 @dataclass(frozen=True)

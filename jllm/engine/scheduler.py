@@ -1,9 +1,9 @@
 """Which requests run in the next step.
 
 Requests wait in one queue and run in one list, both in the order of a policy. A step takes every
-running request that can decode, then fills what is left of the token budget with prefill chunks.
-So a long prompt never stalls the others: between two tokens of a running request lies one step,
-of at most ``max_num_batched_tokens`` tokens, whatever waits.
+running request that can decode, and up to ``max_num_batched_tokens`` tokens of prefill chunks. So a
+long prompt never stalls the others: between two tokens of a running request lies one step, whatever
+waits.
 
 A request is admitted only when the pool has blocks for all tokens it knows and one to spare for
 each running request, so prefill never stops halfway for want of blocks; only decodes grow. When
@@ -125,8 +125,9 @@ class Scheduler:
         """
         step = Schedule()
         self._schedule_decodes(step)
-        budget = self._max_num_batched_tokens - len(step.decode)
-        budget = min(budget, self._max_prefill_tokens)
+        # Decode rows come on top: else prompts of a size that divides the budget would be cut, and
+        # their last bits cost a step more.
+        budget = min(self._max_num_batched_tokens, self._max_prefill_tokens)
         if len(step.decode) < len(self.running):
             for request in self.running:
                 if budget > 0 and not request.decoding and not self._full(step):

@@ -41,14 +41,7 @@ def resolve(
     """
     cpu = not memory or "bytes_limit" not in memory
     max_num_seqs = config.max_num_seqs or (32 if cpu else 256)
-    if config.max_num_seqs is None and config.max_num_batched_tokens is not None:
-        max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens)
-    batched = config.max_num_batched_tokens or max(512 if cpu else 8192, max_num_seqs)
-    if batched < max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens ({batched}) must be at least max_num_seqs ({max_num_seqs}): "
-            "every running request decodes one token a step."
-        )
+    batched = config.max_num_batched_tokens or (512 if cpu else 8192)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len is {config.max_model_len}, but the model was made for at most "

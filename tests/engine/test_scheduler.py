@@ -101,10 +101,7 @@ class Load:
             schedule = self.scheduler.schedule()
         for request in set(self.scheduler.running) - running - swapped:
             self.device.admitted_under[request.arrival] = self.device.weights
-        budget = self.scheduler._max_num_batched_tokens
-        assert len(schedule.decode) + schedule.num_prefill_tokens <= max(
-            budget, len(schedule.decode)
-        )
+        assert schedule.num_prefill_tokens <= self.scheduler._max_num_batched_tokens
         if schedule:
             self.in_flight.append(self.device.run(schedule, self.scheduler.block_tables))
             self.scheduler.commit(schedule)
