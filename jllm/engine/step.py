@@ -19,7 +19,6 @@ logits; plans, tokens and what is drawn are whole on all of them (parallel/progr
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from jax import lax
 from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
 from jllm.models import vocab
 from jllm.models.attention import (
-    Cuts,
     Rows,
     cut_rows,
     enter_qkv,
@@ -42,8 +40,8 @@ from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpa
 from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
 from jllm.models.sampler import sample as draw
+from jllm.models.transformer import Rope, head
 from jllm.models.transformer import forward as run_model
-from jllm.models.transformer import head
 from jllm.parallel.program import program
 from jllm.parallel.sharding import CACHE, LOGITS, WHOLE, param_specs
 from jllm.params import Layer, Params
@@ -129,15 +127,16 @@ def _forward(
     _, heads, wide, dim = params.layers[0].wqkv.shape  # (E, K, G + 2, D)
     queries = (len(ids), heads, wide - 2, dim)
 
-    @functools.cache
-    def cuts(window: int | None) -> Cuts:
-        return cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
+    windows = {config.window(index) for index in range(config.num_layers)}
+    cuts = {
+        window: cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
+        for window in windows
+    }
 
     def attend(
-        index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: Array
+        window: int | None, layer: Layer, qkv: Array, rope: Rope, kv: Array
     ) -> tuple[Array, Array]:
         q, kv = enter_qkv(qkv, layer.norms, rope, where.slot, kv, config.rms_norm_eps)
-        window = config.window(index)
         out = paged_attention(
             q,
             kv,
@@ -145,7 +144,7 @@ def _forward(
             num_decode=spec.num_decode,
             window=window,
             scale=config.head_dim**-0.5,
-            cuts=cuts(window),
+            cuts=cuts[window],
         )
         return out, kv
 
