@@ -65,7 +65,9 @@ class Host:
             max_prefill_tokens=c.max_num_batched_tokens,
             table_width=buckets.table_width,
         )
-        self.planner = Planner(buckets, c.max_num_seqs, c.max_model_len)
+        self.planner = Planner(
+            buckets, c.max_num_seqs, c.max_model_len, block_size=c.block_size, tile_rows=16
+        )
         self.rng = np.random.default_rng(0)
         self.count = 0
 

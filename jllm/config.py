@@ -249,6 +249,9 @@ class EngineConfig:
       decode_repeats: decode steps in one dispatch while no request waits: their tokens arrive
         together. For models whose step is shorter than its dispatch (1 on a CPU; on a GPU as many
         as take 4 ms or more, at most 8, so 1 for models over 8 GB).
+      shared_attention: decode steps read once what many of their rows share: the samples of one
+        prompt, or requests with one system prompt. Found in the ``radix`` cache only. (On a GPU,
+        for models without sliding windows.)
       overlap: plan and dispatch step N + 1 while step N runs. Off, every step is waited for.
       stats_interval_s: seconds between lines of statistics in the log ``jllm`` (level INFO);
         None for none.
@@ -268,6 +271,7 @@ class EngineConfig:
     swap_space_gib: float = 4.0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     decode_repeats: int | None = None
+    shared_attention: bool | None = None
     overlap: bool = True
     stats_interval_s: float | None = 10.0
 

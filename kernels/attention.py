@@ -39,7 +39,7 @@ def attend(
     if cuts.decode is not None:
         num_decode = len(cuts.decode.context_lens)
         out, kv = attend_rows(
-            qkv, norms, rope, kv, tables[:num_decode], cuts.decode, **options, eps=eps
+            qkv, norms, rope, slots, kv, tables[:num_decode], cuts.decode, **options, eps=eps
         )
     if cuts.prefill is not None:
         q, kv = enter_qkv(qkv, norms, rope, slots, kv, eps, first=num_decode)

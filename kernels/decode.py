@@ -7,6 +7,8 @@ the projection's parts, QK-norm, rotation, the write of the new key and value.
 For one KV head the G queries of a row share what is read. Contexts are cut into *parts*, a program
 each: those of a step of many rows little, those of few rows until the GPU is full, long contexts
 into more parts than short ones. Programs of a row count themselves, and the last one merges.
+
+What rows share is attended to before, for many rows at once (shared.py), and merged here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import triton
 
 from jllm.kernels.decode_kernels import decode_kernel
 from jllm.kernels.launches import LOG2_E, AttentionLaunch, decode_launch
-from jllm.kernels.tiles import Parts, cut, first_seen
+from jllm.kernels.rope import enter_qkv
+from jllm.kernels.shared import SharedCut, attend_shared, cut_shared
+from jllm.kernels.tiles import Parts, SharedTiles, cut, first_seen
 from jllm.kernels.triton_call import triton_call
 
 Array = jax.Array
@@ -35,12 +39,14 @@ class DecodeCut(NamedTuple):
       context_lens: (B,) int32.
       counts: (B, K) int32 zeros, where programs count themselves; they leave zeros.
       launch: how the kernel is launched.
+      shared: of the prefixes that rows share, if some do.
     """
 
     parts: Parts
     context_lens: Array
     counts: Array
     launch: AttentionLaunch
+    shared: SharedCut | None = None
 
 
 def cut_decode(
@@ -49,13 +55,17 @@ def cut_decode(
     context_lens: Array,
     window: int | None,
     launch: AttentionLaunch | None = None,
+    shared_tiles: SharedTiles | None = None,
 ) -> DecodeCut:
-    """The cut of one query per row, q (B, K, G, D), with contexts (B,)."""
+    """The cut of one query per row, q (B, K, G, D), with contexts (B,). With a window rows
+    share nothing."""
     rows, heads, group, _ = shape
+    shared = None if shared_tiles is None else cut_shared(shape, dtype, shared_tiles)
     launch = launch or decode_launch(shape, dtype)
     launch = launch._replace(rows=max(16, triton.next_power_of_2(group)))
+    begins = first_seen(context_lens - 1, window, launch.context)
     parts = cut(
-        first_seen(context_lens - 1, window, launch.context),
+        begins if shared is None else shared.context,
         context_lens,
         step=launch.context,
         programs=max(1, launch.programs // heads),
@@ -63,13 +73,14 @@ def cut_decode(
     )
     # Behind a barrier, or each layer's kernel would be given zeros of its own, made by a kernel.
     counts = jax.lax.optimization_barrier(jnp.zeros((rows, heads), jnp.int32))
-    return DecodeCut(parts, context_lens, counts, launch)
+    return DecodeCut(parts, context_lens, counts, launch, shared)
 
 
 def attend_rows(
     qkv: Array,
     norms: tuple[Array, Array] | None,
     rope: tuple[Array, Array],
+    slots: Array,
     kv: Array,
     tables: Array,
     cut: DecodeCut,
@@ -84,6 +95,7 @@ def attend_rows(
       qkv: (P, T, K, G + 2, D) parts of the projection.
       norms: weights (D,) of q's and of k's RMSNorm, or None.
       rope: cos and sin (T, D / 2), float32.
+      slots: (T,) int32 cache slots of the tokens.
       kv: (N, 2, K, S, D), in place.
       tables: (B, P) int32.
       cut: from ``cut_decode``, for the same window.
@@ -97,11 +109,19 @@ def attend_rows(
     projected, num_tokens, heads, wide, dim = qkv.shape
     group, parts, launch = wide - 2, cut.parts, cut.launch
     num_parts, padded = len(parts.tile), triton.next_power_of_2(dim)
-    members = triton.next_power_of_2(group)
+    members, shared = triton.next_power_of_2(group), cut.shared
+    lens = cut.context_lens
+    prefixes: tuple[Array, ...] = (lens,) * 5  # never read
+    if shared is not None:
+        rows = len(lens)
+        own = (qkv[:, :rows], norms, (rope[0][:rows], rope[1][:rows]), slots[:rows])
+        q, kv = enter_qkv(*own, kv, eps)
+        prefixes = (*attend_shared(q, kv, tables, shared, scale), *shared.merge)
     cos, sin = rope
     q_norm, k_norm = norms or (cos, cos)  # never read without norms
-    given: tuple[Any, ...] = (qkv, q_norm, k_norm, cos, sin, tables, cut.context_lens)
+    given: tuple[Any, ...] = (qkv, q_norm, k_norm, cos, sin, tables, lens)
     given = (*given, parts.tile, parts.begin, parts.end, parts.first, parts.number, cut.counts)
+    given = (*given, *prefixes)
     (out, _, _), (kv,) = triton_call(
         *given,
         kv,
@@ -126,6 +146,7 @@ def attend_rows(
         EPS=eps,
         SCALE=scale * LOG2_E,
         WINDOW=window or 0,
+        SHARED=0 if shared is None else shared.size,
         ROWS=launch.rows,
         CONTEXT=launch.context,
         DIM_PADDED=padded,

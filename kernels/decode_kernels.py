@@ -25,6 +25,11 @@ def decode_kernel(
     first_ptr,  # (B,) int32: first part of each row
     number_ptr,  # (B,) int32: its parts
     counts_ptr,  # (B, K) int32: zeros, and zeros again once all programs have ended
+    shared_partial_ptr,  # (Y, Q, K, G, D) float32: attention to prefixes that rows share
+    shared_lse_ptr,  # (Y, Q, K, G) float32
+    shared_first_ptr,  # (B,) int32: first part of each row's prefix
+    shared_number_ptr,  # (B,) int32: its parts
+    shared_query_ptr,  # (B,) int32: the row's place in them
     kv_ptr,  # (N, 2, K, S, D), in place
     T,
     # outputs
@@ -43,6 +48,7 @@ def decode_kernel(
     EPS: tl.constexpr,
     SCALE: tl.constexpr,  # on the scores, log2(e) included
     WINDOW: tl.constexpr,  # tokens a query sees; 0 for all
+    SHARED: tl.constexpr,  # Q, if some rows share a prefix; else 0
     # how
     ROWS: tl.constexpr,  # of a matrix product: a power of two, at least 16 and G
     CONTEXT: tl.constexpr,  # context tokens of an iteration
@@ -112,7 +118,10 @@ def decode_kernel(
 
     real = (member < GROUP)[:, None] & inside[None, :]
     place = (row * HEADS + head).to(tl.int64) * GROUP
-    if number == 1:
+    num_shared = 0
+    if SHARED > 0:
+        num_shared = tl.load(shared_number_ptr + row)
+    if (number == 1) & (num_shared == 0):
         out_at = out_ptr + (place + member)[:, None] * DIM + dim[None, :]
         tl.store(out_at, acc.to(element), mask=real)
     else:
@@ -126,27 +135,42 @@ def decode_kernel(
         count_at = counts_ptr + row * HEADS + head
         if tl.atomic_add(count_at, 1, sem="acq_rel", scope="gpu") == number - 1:
             tl.store(count_at, 0)
-            _merge(
-                partial_ptr, lse_ptr, out_ptr + place * DIM, tl.load(first_ptr + row), number, head,
-                HEADS, GROUP, DIM, MERGED, MEMBERS, DIM_PADDED,
+            merged_best = tl.full((MEMBERS,), float("-inf"), tl.float32)
+            merged_total = tl.zeros((MEMBERS,), tl.float32)
+            merged = tl.zeros((MEMBERS, DIM_PADDED), tl.float32)
+            own = (tl.load(first_ptr + row) * HEADS + head).to(tl.int64) * GROUP
+            merged_best, merged_total, merged = _merge(
+                partial_ptr, lse_ptr, own, HEADS * GROUP, number, merged_best, merged_total, merged,
+                GROUP, DIM, MERGED, MEMBERS, DIM_PADDED,
             )  # fmt: skip
+            if SHARED > 0:
+                first, query = tl.load(shared_first_ptr + row), tl.load(shared_query_ptr + row)
+                theirs = ((first.to(tl.int64) * SHARED + query) * HEADS + head) * GROUP
+                merged_best, merged_total, merged = _merge(
+                    shared_partial_ptr, shared_lse_ptr, theirs, SHARED * HEADS * GROUP, num_shared,
+                    merged_best, merged_total, merged,
+                    GROUP, DIM, MERGED, MEMBERS, DIM_PADDED,
+                )  # fmt: skip
+            merged = merged / tl.where(merged_total > 0, merged_total, 1.0)[:, None]
+            one_of = tl.arange(0, MEMBERS)
+            merged_at = out_ptr + (place + one_of)[:, None] * DIM + dim[None, :]
+            wanted = (one_of < GROUP)[:, None] & inside[None, :]
+            tl.store(merged_at, merged.to(element), mask=wanted)
 
 
 @triton.jit
 def _merge(
-    partial_ptr, lse_ptr, out_ptr, first, number, head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr,
-    MEMBERS: tl.constexpr, DIM_PADDED: tl.constexpr,
+    partial_ptr, lse_ptr, place, stride, number, best, total, acc,
+    GROUP: tl.constexpr, DIM: tl.constexpr, MERGED: tl.constexpr, MEMBERS: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The attention (G, D) of a KV head from ``number`` parts of the context, to ``out_ptr``."""
+    """Adds ``number`` parts of a KV head's attention, ``stride`` queries apart from ``place`` on,
+    to a running softmax of its G queries."""
     member, dim = tl.arange(0, MEMBERS), tl.arange(0, DIM_PADDED)
-    best = tl.full((MEMBERS,), float("-inf"), tl.float32)
-    total = tl.zeros((MEMBERS,), tl.float32)
-    acc = tl.zeros((MEMBERS, DIM_PADDED), tl.float32)
     for start in range(0, number, MERGED):
         part = start + tl.arange(0, MERGED)
         real = (part < number)[:, None] & (member < GROUP)[None, :]
-        at = ((first + part).to(tl.int64) * HEADS + head)[:, None] * GROUP + member[None, :]
+        at = place + part.to(tl.int64)[:, None] * stride + member[None, :]
         # Not from L1: other processors have written it.
         lse = tl.load(lse_ptr + at, mask=real, other=float("-inf"), cache_modifier=".cg")
         x_at = partial_ptr + at[:, :, None] * DIM + dim[None, None, :]
@@ -159,7 +183,4 @@ def _merge(
         total = total * keep + tl.sum(weights, axis=0)
         acc = acc * keep[:, None] + tl.sum(x * weights[:, :, None], axis=0)
         best = new_best
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    real = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    out_at = out_ptr + member[:, None] * DIM + dim[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
+    return best, total, acc

@@ -62,6 +62,9 @@ class MatmulLaunch(NamedTuple):
 PREFILL = AttentionLaunch(
     rows=128, context=64, num_warps=4, num_stages=3, programs=132 * 2, least=4
 )
+# Rows that share a prefix: a group may be small, so the tile is; its context is cut until tiles of
+# a few groups fill the GPU.
+SHARED = AttentionLaunch(rows=64, context=64, num_warps=4, num_stages=3, programs=132 * 4, least=2)
 # float32 is multiplied outside the tensor cores, in code that grows with the tile.
 FLOAT32 = AttentionLaunch(rows=16, context=16, num_warps=4, num_stages=2, programs=132 * 4)
 # Decode waits for memory: one warp a program, many programs, each with loads under way. Few rows
@@ -84,6 +87,16 @@ def decode_launch(shape: tuple[int, ...], dtype: Any) -> AttentionLaunch:
 def prefill_launch(dtype: Any) -> AttentionLaunch:
     """Of attention for chunks of prompts."""
     return FLOAT32 if dtype == jnp.float32 else PREFILL
+
+
+def shared_launch(dtype: Any) -> AttentionLaunch:
+    """Of attention to a prefix that rows share."""
+    return SHARED._replace(context=16, num_stages=2) if dtype == jnp.float32 else SHARED
+
+
+def shared_tile_rows(group: int) -> int:
+    """Rows of a tile that shares a prefix, each with ``group`` queries for a KV head."""
+    return max(1, SHARED.rows // group)
 
 
 def matmul_launch(rows: int, inputs: int, outputs: int) -> MatmulLaunch:

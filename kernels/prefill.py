@@ -20,18 +20,10 @@ import triton
 
 from jllm.kernels.launches import LOG2_E, AttentionLaunch, prefill_launch
 from jllm.kernels.prefill_kernels import merge_kernel, prefill_kernel
-from jllm.kernels.tiles import Parts, Tiles, cut, first_seen, owner, prefill_tiles, whole
+from jllm.kernels.tiles import Merge, Parts, Tiles, cut, first_seen, owner, prefill_tiles, whole
 from jllm.kernels.triton_call import triton_call
 
 Array = jax.Array
-
-
-class Merge(NamedTuple):
-    """Where each of the T queries finds its parts. All (T,) int32."""
-
-    first: Array  # the first part of its tile
-    number: Array  # how many those are
-    query: Array  # its place in the tile
 
 
 class PrefillCut(NamedTuple):
@@ -125,6 +117,7 @@ def attend_chunks(
         QUERIES=cut.size,
         SCALE=scale * LOG2_E,
         WINDOW=window or 0,
+        CAUSAL=True,
         PARTIAL=split,
         ROWS=launch.rows,
         CONTEXT=launch.context,

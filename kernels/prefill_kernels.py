@@ -37,6 +37,7 @@ def prefill_kernel(
     # what
     SCALE: tl.constexpr,  # on the scores, log2(e) included
     WINDOW: tl.constexpr,  # tokens a query sees; 0 for all
+    CAUSAL: tl.constexpr,  # whether queries see the context up to their position only
     PARTIAL: tl.constexpr,  # whether parts that are not alone write partial sums
     # how
     ROWS: tl.constexpr,  # rows of a tile: a power of two, at least 16 and Q * G
@@ -66,7 +67,9 @@ def prefill_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_PADDED), tl.float32)
     # Up to here every query sees every token, and no score needs a mask.
-    clear = tl.minimum(end, first + 1) - begin
+    clear = end - begin
+    if CAUSAL:
+        clear = tl.minimum(end, first + 1) - begin
     clear_begin, clear_end = begin, begin + tl.maximum(clear, 0) // CONTEXT * CONTEXT
     if WINDOW > 0:
         # Tokens before the last query's window need one too.
@@ -74,15 +77,15 @@ def prefill_kernel(
         clear_begin = tl.minimum(begin + tl.cdiv(seen_by_all - begin, CONTEXT) * CONTEXT, clear_end)
         best, total, acc = attend_context(
             q, kv_ptr, table_ptr, head, position, begin, clear_begin, end, best, total, acc,
-            HEADS, BLOCK, DIM, SCALE, WINDOW, True, True, CONTEXT, DIM_PADDED,
+            HEADS, BLOCK, DIM, SCALE, WINDOW, CAUSAL, True, CONTEXT, DIM_PADDED,
         )  # fmt: skip
     best, total, acc = attend_context(
         q, kv_ptr, table_ptr, head, position, clear_begin, clear_end, end, best, total, acc,
-        HEADS, BLOCK, DIM, SCALE, WINDOW, True, False, CONTEXT, DIM_PADDED,
+        HEADS, BLOCK, DIM, SCALE, WINDOW, CAUSAL, False, CONTEXT, DIM_PADDED,
     )  # fmt: skip
     best, total, acc = attend_context(
         q, kv_ptr, table_ptr, head, position, clear_end, end, end, best, total, acc,
-        HEADS, BLOCK, DIM, SCALE, WINDOW, True, True, CONTEXT, DIM_PADDED,
+        HEADS, BLOCK, DIM, SCALE, WINDOW, CAUSAL, True, CONTEXT, DIM_PADDED,
     )  # fmt: skip
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -33,6 +33,30 @@ class Parts(NamedTuple):
     number: Array  # (M,) how many
 
 
+class Merge(NamedTuple):
+    """Where each of the T queries finds its parts. All (T,) int32."""
+
+    first: Array  # the first part of its tile
+    number: Array  # how many those are
+    query: Array  # its place in the tile
+
+
+class SharedTiles(NamedTuple):
+    """Decode rows that share the start of their contexts, in tiles of neighbours. int32.
+
+    Attributes:
+      row: (M,) the first row of each tile.
+      length: (M,) its rows; 0 for a tile of padding.
+      context: (M,) tokens that all of them share.
+      tile: (B,) the tile of each row; -1 for none.
+    """
+
+    row: Array
+    length: Array
+    context: Array
+    tile: Array
+
+
 def decode_tiles(context_lens: Array) -> Tiles:
     """A tile for each decode row."""
     index = _numbers(len(context_lens))

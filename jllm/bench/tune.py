@@ -158,7 +158,7 @@ def chained_decode(
     options = dict(window=None, scale=dim**-0.5, eps=1e-6)
     found = []
     for table in tables:
-        out, kv = attend_rows(qkv, None, rope, kv, table, cut, **options)
+        out, kv = attend_rows(qkv, None, rope, lens - 1, kv, table, cut, **options)
         found.append(out)
     return kv, found
 

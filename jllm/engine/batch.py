@@ -22,6 +22,11 @@ Int32s = NDArray[np.int32]
 # that does not begin at a multiple of 16 bytes.
 ALIGNMENT = 4
 
+# Rows of a group that shares the start of its contexts, at least, and of a tile of such; and of a
+# step, for reading that once to be worth a kernel.
+LEAST_SHARING, LEAST_SHARED_BUCKET = 4, 64
+SHARED_FIELDS = ("shared_row", "shared_length", "shared_context", "shared_tile")
+
 MOST_REPEATED_ROWS = 64  # a step of more rows takes longer than its dispatch, whatever the model
 
 
@@ -34,12 +39,15 @@ class StepSpec:
       num_prefill: prefill tokens, padding included.
       prefill_rows: rows of prefill chunks, padding included; 0 when num_prefill is.
       table_width: P, blocks in a block table.
+      shared_tiles: tiles of decode rows that share the start of their contexts, padding included;
+        0 for a step that does not look for them.
     """
 
     num_decode: int
     num_prefill: int
     prefill_rows: int
     table_width: int
+    shared_tiles: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -55,9 +63,12 @@ class Field(NamedTuple):
 
 
 def forward_fields(spec: StepSpec) -> tuple[Field, ...]:
-    """The plan of the model's forward pass, see ``models.attention.Rows``. ``slots`` are rows of
-    the device's token table."""
+    """The plan of the model's forward pass, see ``models.attention.Rows`` and
+    ``kernels.tiles.SharedTiles``. ``slots`` are rows of the device's token table."""
+    sizes = (spec.shared_tiles,) * 3 + (spec.num_decode,)
+    shared = tuple(Field(name, (n,)) for name, n in zip(SHARED_FIELDS, sizes, strict=True))
     return (
+        *(shared if spec.shared_tiles else ()),
         Field("prefill_tokens", (spec.num_prefill,)),
         Field("query_start", (spec.prefill_rows + 1,)),
         Field("context_lens", (spec.num_rows,)),
@@ -115,13 +126,15 @@ class Buckets:
 
     A step without prefill takes the smallest of ``decode`` that holds its rows. One with prefill
     takes the smallest of ``prefill`` for its tokens, and one of two of the decode buckets or none:
-    padding rows are cheap beside a chunk, and programs are the product of both.
+    padding rows are cheap beside a chunk, and programs are the product of both. Steps without
+    prefill whose rows share much of their contexts have programs of their own, if ``shares``.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
     prefill_rows: int
     table_width: int
+    shares: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> Buckets:
@@ -133,6 +146,7 @@ class Buckets:
             prefill=config.prefill_buckets,
             prefill_rows=config.max_prefill_seqs,
             table_width=_round_up(-(-config.max_model_len // config.block_size), ALIGNMENT),
+            shares=bool(config.shared_attention),
         )
 
     @property
@@ -140,6 +154,17 @@ class Buckets:
         """Decode rows of steps with prefill: none, a quarter of the most, the most."""
         largest = self.decode[-1]
         return (0, *(n for n in self.decode if n == largest or n == largest // 4 >= 16))
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Decode buckets of steps whose rows share much of their contexts."""
+        return tuple(n for n in self.decode if n >= LEAST_SHARED_BUCKET) if self.shares else ()
+
+    def shared_spec(self, num_decode: int) -> StepSpec:
+        """The spec of a step of so many decode rows, many of which share; a bucket must fit."""
+        # The most tiles: of groups of 5 rows in tiles of 4.
+        size = _fit(self.shared, num_decode)
+        return StepSpec(size, 0, 0, self.table_width, size // 2)
 
     def spec(self, num_decode: int, num_prefill: int) -> StepSpec:
         """The spec of a step with so many decode rows and prefill tokens."""
@@ -158,8 +183,9 @@ class Buckets:
         return [self.spec(n, 0) for n in self.decode if n <= limit]
 
     def all_specs(self) -> list[StepSpec]:
-        """Every spec that ``spec`` can return, largest last."""
+        """Every spec that a step can have, largest last."""
         decode = [self.spec(n, 0) for n in self.decode]
+        decode += [self.shared_spec(n) for n in self.shared]
         return decode + [self.spec(n, t) for t in self.prefill for n in self.mixed_decode]
 
 

@@ -36,6 +36,7 @@ from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
 from jllm.engine.warm_up import warm_up
+from jllm.kernels.launches import shared_tile_rows
 from jllm.models.sampler import SamplerSpec
 from jllm.outputs import RequestOutput
 from jllm.parallel.mesh import Mesh
@@ -106,7 +107,13 @@ class Engine:
         model = params.config
         self._grammars = Grammars(params.tokenizer, model.vocab_size, model.eos_token_ids)
         self._intake = Intake(model, params.tokenizer, self._grammars, c.max_model_len)
-        self._planner = Planner(self._buckets, c.max_num_seqs, c.max_model_len)
+        self._planner = Planner(
+            self._buckets,
+            c.max_num_seqs,
+            c.max_model_len,
+            block_size=c.block_size,
+            tile_rows=shared_tile_rows(model.group_size),
+        )
         self._groups: dict[str, Group] = {}
         self._of_request: dict[Request, tuple[Group, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()

@@ -18,6 +18,7 @@ from jllm.engine.batch import (
 )
 from jllm.engine.request import Request
 from jllm.engine.scheduler import Chunk, Schedule
+from jllm.engine.shared_prefix import SharedGroup, fill_tiles, neighbours, shared_groups
 from jllm.models.logit_rules import Rules
 from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
@@ -86,8 +87,18 @@ class Plan(NamedTuple):
 class Planner:
     """Keeps the sampling options of each slot in arrays, so that a step gathers its rows'."""
 
-    def __init__(self, buckets: Buckets, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        buckets: Buckets,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        block_size: int,
+        tile_rows: int,
+    ) -> None:
         self._buckets = buckets
+        self._block_size = block_size
+        self._tile_rows = tile_rows
         self._scratch = max_num_seqs
         self._max_model_len = max_model_len
         self._options = {
@@ -106,8 +117,15 @@ class Planner:
     def plan(self, schedule: Schedule, block_tables: NDArray[np.int32]) -> Plan:
         """Packs one step; ``block_tables`` is the scheduler's table by slot."""
         decode, prefill = schedule.decode, schedule.prefill
+        groups: list[SharedGroup] = []
+        if not prefill and schedule.repeats == 1:
+            decode, groups = self._shared(decode, block_tables)
         spec = self._buckets.spec(len(decode), schedule.num_prefill_tokens)
+        if groups:
+            spec = self._buckets.shared_spec(len(decode))
         forward, views = pack(forward_fields(spec))
+        if groups:
+            fill_tiles(views, groups, self._tile_rows, self._block_size)
 
         slots = np.full(spec.num_rows, self._scratch, np.int32)
         slots[: len(decode)] = [request.slot for request in decode]
@@ -156,6 +174,24 @@ class Planner:
             _prompt_plan(prefill, spec.num_prefill),
             schedule.repeats,
         )
+
+    def _shared(
+        self, decode: list[Request], block_tables: Int32s
+    ) -> tuple[list[Request], list[SharedGroup]]:
+        """The rows, those that share the start of their contexts together, and the groups of them
+        that are worth reading once."""
+        buckets = self._buckets.shared
+        if not buckets or self._buckets.spec(len(decode), 0).num_decode < buckets[0]:
+            return decode, []
+        tables = block_tables[[request.slot for request in decode]]
+        order = neighbours(tables)
+        if order is None:
+            return decode, []
+        found = [decode[index] for index in order.tolist()]
+        # The block that a step writes is its row's own.
+        full = np.array([request.computed // self._block_size for request in found], np.int32)
+        groups = shared_groups(tables[order], full)
+        return (found, groups) if groups else (decode, [])
 
     def _enter(self, chunk: Chunk) -> Entry | None:
         """Notes the options of a request that is new in its slot, and says what the device must

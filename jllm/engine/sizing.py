@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jllm.config import EngineConfig, ModelConfig
+from jllm.engine.batch import LEAST_SHARING
+from jllm.kernels.launches import shared_tile_rows
 from jllm.roofline import weight_bytes
 
 CPU_KV_BYTES = 1 << 30
@@ -84,6 +86,7 @@ def resolve(
         prefill_buckets=prefill,
         decode_repeats=config.decode_repeats
         or (1 if cpu else _repeats(model, bytes_per_value, num_devices)),
+        shared_attention=_shares(config, model, cpu),
         max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
     )
 
@@ -101,6 +104,17 @@ def _repeats(model: ModelConfig, bytes_per_value: int, num_devices: int) -> int:
     """Decode steps in a program that together take ``REPEATED_S``, if that is several."""
     step_s = weight_bytes(model, bytes_per_value) / num_devices / READ_BYTES_PER_S
     return int(min(MOST_REPEATS, max(1, REPEATED_S // step_s)))
+
+
+def _shares(config: EngineConfig, model: ModelConfig, cpu: bool) -> bool:
+    """Whether decode steps look for prefixes that rows share."""
+    windows = any(model.window(index) is not None for index in range(model.num_layers))
+    if config.shared_attention and windows:
+        raise ValueError("shared_attention is for models without sliding windows.")
+    if config.shared_attention is not None:
+        return config.shared_attention
+    fits = shared_tile_rows(model.group_size) >= LEAST_SHARING
+    return not cpu and not windows and fits and config.prefix_cache == "radix"
 
 
 def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:

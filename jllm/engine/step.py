@@ -19,24 +19,31 @@ logits; plans, tokens and what is drawn are whole on all of them (parallel/progr
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jllm.engine.batch import Field, StepSpec, forward_fields, offsets, sample_fields
+from jllm.engine.batch import (
+    SHARED_FIELDS,
+    Field,
+    StepSpec,
+    forward_fields,
+    offsets,
+    sample_fields,
+)
+from jllm.kernels.tiles import SharedTiles
 from jllm.models import attention, vocab
 from jllm.models.attention import Rows, cut_rows, locate_tokens
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
 from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
 from jllm.models.sampler import sample as draw
+from jllm.models.transformer import Rope, head
 from jllm.models.transformer import forward as run_model
-from jllm.models.transformer import head
 from jllm.parallel.program import program
 from jllm.parallel.sharding import CACHE, LOGITS, WHOLE, param_specs
 from jllm.params import Layer, Params
@@ -103,7 +110,8 @@ def _forward(
     spec: StepSpec,
     axis: str | None,
 ) -> tuple[Cache, Array, Array, Array]:
-    rows = Rows(fields["block_tables"], fields["context_lens"], fields["query_start"])
+    shared = SharedTiles(*(fields[name] for name in SHARED_FIELDS)) if spec.shared_tiles else None
+    rows = Rows(fields["block_tables"], fields["context_lens"], fields["query_start"], shared)
     block_size = cache[0].shape[3]
     where = locate_tokens(rows, spec.num_decode, spec.num_prefill, block_size)
     slots = fields["slots"]
@@ -122,14 +130,15 @@ def _forward(
     _, heads, wide, dim = params.layers[0].wqkv.shape  # (E, K, G + 2, D)
     queries = (len(ids), heads, wide - 2, dim)
 
-    @functools.cache
-    def cuts(window: int | None) -> Any:
-        return cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
+    windows = {config.window(index) for index in range(config.num_layers)}
+    cuts = {
+        window: cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
+        for window in windows
+    }
 
     def attend(
-        index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: Array
+        window: int | None, layer: Layer, qkv: Array, rope: Rope, kv: Array
     ) -> tuple[Array, Array]:
-        window = config.window(index)
         return attention.attend(
             qkv,
             layer.norms,
@@ -137,7 +146,7 @@ def _forward(
             where.slot,
             kv,
             rows.block_tables,
-            cuts(window),
+            cuts[window],
             window=window,
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jllm.kernels import triton_call
-from jllm.kernels.tiles import Tiles, decode_tiles, owner, prefill_tiles
+from jllm.kernels.tiles import SharedTiles, Tiles, decode_tiles, owner, prefill_tiles
 from jllm.models.layers import apply_rope, rms_norm, total
 
 Array = jax.Array
@@ -39,11 +39,14 @@ class Rows(NamedTuple):
       context_lens: (B,) tokens of each row once this step is written; 0 marks a padding row.
       query_start: (Bp + 1,) first prefill token of each prefill row, counted from the first
         prefill token; the last entry is the number of prefill tokens.
+      shared: decode rows that share the start of their contexts, where it pays to read that once;
+        a hint, which plain XLA ignores.
     """
 
     block_tables: Array
     context_lens: Array
     query_start: Array
+    shared: SharedTiles | None = None
 
 
 class Tokens(NamedTuple):
@@ -129,7 +132,9 @@ def cut_rows(
         from jllm.kernels.prefill import cut_prefill
 
         if num_decode:
-            decode = cut_decode((num_decode, *shape[1:]), dtype, decode_lens, window)
+            decode = cut_decode(
+                (num_decode, *shape[1:]), dtype, decode_lens, window, shared_tiles=rows.shared
+            )
         if num_prefill:
             chunks = rows.query_start, prefill_lens
             prefill = cut_prefill((num_prefill, *shape[1:]), dtype, *chunks, window)

@@ -10,6 +10,7 @@ sum, and the parts are added up: after attention, after the MLP, and in the embe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ from jllm.params import Layer, Params
 
 Array = jax.Array
 
-# attend(layer index, layer, qkv (P, T, K, G + 2, D), rope, kv) -> (out (T, K, G, D), kv)
-Attend = Callable[[int, Layer, Array, tuple[Array, Array], Any], tuple[Array, Any]]
+Rope = tuple[Array, Array]
+# attend(window, layer, qkv (P, T, K, G + 2, D), rope, kv) -> (out (T, K, G, D), kv)
+Attend = Callable[[int | None, Layer, Array, Rope, Any], tuple[Array, Any]]
 
 
 def forward(
@@ -56,20 +58,31 @@ def forward(
     rope = rope_tables(config, positions)
     with jax.named_scope("embed"):
         x, out = vocab.embed(params.embed, tokens, axis), None
+
+    # A function of its own to JAX, which traces and lowers it once for all layers that see the
+    # same window (and for the first, which gets no ``out``): else that takes longer than to read
+    # the compiled step from disk. XLA inlines it.
+    @functools.partial(jax.jit, static_argnames="window")
+    def block(
+        x: Array, out: Array | None, layer: Layer, kv: Any, *, window: int | None
+    ) -> tuple[Array, Array, Any]:
+        with jax.named_scope("attention"):
+            x, h = ops.add_norm(x, out, layer.attn_norm, config.rms_norm_eps)
+            qkv = _biased(ops.product(h, layer.wqkv), layer.bqkv, h.dtype)
+            heads, kv = attend(window, layer, qkv, rope, kv)
+            heads = heads.reshape(len(x), -1)  # (T, H * D)
+            out = ops.product(heads, layer.wo.reshape(-1, layer.wo.shape[-1]))
+            out = _biased(_summed(out, axis, x.dtype), layer.bo, x.dtype)
+        with jax.named_scope("mlp"):
+            x, h = ops.add_norm(x, out, layer.mlp_norm, config.rms_norm_eps)
+            out = ops.product(ops.gated(h, layer.w_gate_up, layer.b_gate_up), layer.w_down)
+            out = _biased(_summed(out, axis, x.dtype), layer.b_down, x.dtype)
+        return x, out, kv
+
     new_cache = []
     for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer{index}"):
-            with jax.named_scope("attention"):
-                x, h = ops.add_norm(x, out, layer.attn_norm, config.rms_norm_eps)
-                qkv = _biased(ops.product(h, layer.wqkv), layer.bqkv, h.dtype)
-                heads, kv = attend(index, layer, qkv, rope, cache[index])
-                heads = heads.reshape(len(x), -1)  # (T, H * D)
-                out = ops.product(heads, layer.wo.reshape(-1, layer.wo.shape[-1]))
-                out = _biased(_summed(out, axis, x.dtype), layer.bo, x.dtype)
-            with jax.named_scope("mlp"):
-                x, h = ops.add_norm(x, out, layer.mlp_norm, config.rms_norm_eps)
-                out = ops.product(ops.gated(h, layer.w_gate_up, layer.b_gate_up), layer.w_down)
-                out = _biased(_summed(out, axis, x.dtype), layer.b_down, x.dtype)
+            x, out, kv = block(x, out, layer, cache[index], window=config.window(index))
         new_cache.append(kv)
     _, hidden = ops.add_norm(x, out, params.final_norm, config.rms_norm_eps)
     return hidden, new_cache
@@ -96,16 +109,17 @@ def head(params: Params, hidden: Array, axis: str | None = None) -> Array:
         return vocab.hide_padding(logits.astype(jnp.float32), params.config.vocab_size, axis)
 
 
+@jax.jit
 def logits(params: Params, tokens: Array) -> Array:
     """Next-token logits (T, V) of one whole sequence (T,), without a cache; differentiable."""
     config = params.config
 
     def attend(
-        index: int, layer: Layer, qkv: Array, rope: tuple[Array, Array], kv: None
+        window: int | None, layer: Layer, qkv: Array, rope: Rope, kv: None
     ) -> tuple[Array, None]:
         scale = config.head_dim**-0.5
         q, k, v = rotated(qkv, layer.norms, rope, config.rms_norm_eps)
-        return dense_attention(q, k, v, window=config.window(index), scale=scale), kv
+        return dense_attention(q, k, v, window=window, scale=scale), kv
 
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     hidden, _ = forward(params, tokens, positions, attend, [None] * config.num_layers)

@@ -13,6 +13,7 @@ import pytest
 from jllm.kernels import triton_call
 from jllm.kernels.decode import attend_rows, cut_decode
 from jllm.kernels.prefill import attend_chunks, cut_prefill
+from jllm.kernels.tiles import SharedTiles
 from jllm.models.sampler import SamplerSpec, sample
 from tests.aot.compiler import compile_for_h200
 from tests.kernels.sampling_problems import mixed_rows
@@ -29,23 +30,29 @@ def spec(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(
-    ("window", "parts", "normed"), [(None, 4, False), (100, 1, True)], ids=["plain", "all options"]
+    ("window", "parts", "normed", "shares"),
+    [(None, 4, False, False), (100, 1, True, False), (None, 1, False, True)],
+    ids=["plain", "window and norms", "shared prefixes"],
 )
-def test_decode(window: int | None, parts: int, normed: bool, dim: int, dtype: str) -> None:
-    """All of it is one kernel, and writes the cache in place."""
+def test_decode(
+    window: int | None, parts: int, normed: bool, shares: bool, dim: int, dtype: str
+) -> None:
+    """The cache is written in place."""
     q, kv, tables, lens = inputs(64, dim, dtype)
     rows, heads, group, _ = q.shape
     qkv = spec(parts, rows, heads, group + 2, dim, dtype="float32" if parts > 1 else dtype)
     norms = (spec(dim, dtype=dtype),) * 2 if normed else None
     angles = spec(rows, dim // 2, dtype="float32")
 
-    def op(qkv: Any, norms: Any, rope: Any, kv: Any, tables: Any, lens: Any) -> Any:
-        cut = cut_decode(q.shape, kv.dtype, lens, window)
+    shared = SharedTiles(spec(32), spec(32), spec(32), spec(64)) if shares else None
+
+    def op(qkv: Any, norms: Any, rope: Any, kv: Any, tables: Any, lens: Any, shared: Any) -> Any:
+        cut = cut_decode(q.shape, kv.dtype, lens, window, shared_tiles=shared)
         options = dict(window=window, scale=dim**-0.5, eps=1e-6)
-        return attend_rows(qkv, norms, rope, kv, tables, cut, **options)
+        return attend_rows(qkv, norms, rope, lens, kv, tables, cut, **options)
 
     compiled = compile_for_h200(
-        jax.jit(op, donate_argnums=3), qkv, norms, (angles, angles), kv, tables, lens
+        jax.jit(op, donate_argnums=3), qkv, norms, (angles, angles), kv, tables, lens, shared
     )
     cache_bytes = math.prod(kv.shape) * kv.dtype.itemsize
     memory = compiled.memory_analysis()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jllm.engine.shared_prefix import SharedGroup
 from jllm.kernels import triton_call
 from tests.kernels.attention_problems import (
     TOLERANCE,
@@ -70,3 +71,14 @@ def test_prefill_chunks_equal_the_reference(
     out, exact = prefilled(given, chunks, lens, window=window)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert relative_error(out, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "group", "dim"), [(8, 4, 128), (8, 2, 128), (2, 7, 80)])
+def test_what_rows_share_is_read_once(heads: int, group: int, dim: int, dtype: str) -> None:
+    """Two groups, one of several tiles, beside rows that share nothing, and a padding row."""
+    groups = [SharedGroup(0, 60, 128), SharedGroup(61, 5, 9)]
+    lens = [2050 + 17 * i for i in range(60)] + [1200] + [145, 160, 161, 176, 700] + [33, 0]
+    given = problem(lens, len(lens), heads, group, dim, 16, dtype)
+    out, exact = decoded(given, lens, parts=2, groups=groups)
+    assert relative_error(out[:-1], exact[:-1]) < TOLERANCE[dtype]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllm.engine.batch import SHARED_FIELDS
+from jllm.engine.shared_prefix import SharedGroup, fill_tiles
 from jllm.kernels.decode import attend_rows, cut_decode
-from jllm.kernels.launches import AttentionLaunch
+from jllm.kernels.launches import AttentionLaunch, shared_tile_rows
 from jllm.kernels.prefill import attend_chunks, cut_prefill
-from jllm.kernels.tiles import decode_tiles
+from jllm.kernels.tiles import SharedTiles, decode_tiles
 from jllm.models.attention import Tiled, attend_tiles, rotated, tiled_chunks, write_kv
 from jllm.models.layers import total
 
@@ -45,6 +48,13 @@ def relative_error(out: Any, reference: Any) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(np.asarray(reference, np.float64)))
 
 
+def sharing(tables: np.ndarray, groups: Sequence[SharedGroup]) -> np.ndarray:
+    """Tables in which the rows of each group begin with the blocks of its first."""
+    for first, count, blocks in groups:
+        tables[first : first + count, :blocks] = tables[first, :blocks]
+    return tables
+
+
 def decoded(
     problem: Problem,
     lens: list[int],
@@ -53,10 +63,19 @@ def decoded(
     normed: bool = False,
     window: int | None = None,
     launch: AttentionLaunch | None = None,
+    groups: Sequence[SharedGroup] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """What the decode kernel gives for a projection in ``parts``, and the reference in float32. The
-    cache it leaves is checked here: the new tokens' keys and values in place, nothing else."""
+    cache it leaves is checked here: the new tokens' keys and values in place, nothing else. Rows of
+    ``groups`` share blocks, which are read for all of them at once."""
     q, kv, tables = problem
+    shared = None
+    if groups:
+        tables = jnp.asarray(sharing(np.array(tables), groups))
+        sizes = dict(zip(SHARED_FIELDS, (len(q) // 2,) * 3 + (len(q),), strict=True))
+        views = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
+        fill_tiles(views, list(groups), shared_tile_rows(q.shape[2]), kv.shape[3])
+        shared = SharedTiles(*(jnp.asarray(views[name]) for name in SHARED_FIELDS))
     rows, heads, group, dim = q.shape
     context = jnp.asarray(lens, jnp.int32)
     rng = np.random.default_rng(rows)
@@ -67,17 +86,19 @@ def decoded(
     rope, eps, options = (jnp.cos(angles), jnp.sin(angles)), 1e-6, {"window": window}
     options["scale"] = dim**-0.5
 
-    @jax.jit
-    def run(qkv: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cut = cut_decode(q.shape, q.dtype, context, window, launch)
-        return attend_rows(qkv, norms, rope, kv, tables, cut, **options, eps=eps)
-
-    out, new_kv = run(qkv, kv)
-    q, k, v = rotated(total(qkv, kv.dtype)[None], norms, rope, eps)
     position = jnp.maximum(context - 1, 0)
     block = kv.shape[3]
     slots = tables[jnp.arange(rows), position // block] * block + position % block
-    want_kv = write_kv(kv, k, v, jnp.where(context > 0, slots, 0))
+    slots = jnp.where(context > 0, slots, 0)
+
+    @jax.jit
+    def run(qkv: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cut = cut_decode(q.shape, q.dtype, context, window, launch, shared)
+        return attend_rows(qkv, norms, rope, slots, kv, tables, cut, **options, eps=eps)
+
+    out, new_kv = run(qkv, kv)
+    q, k, v = rotated(total(qkv, kv.dtype)[None], norms, rope, eps)
+    want_kv = write_kv(kv, k, v, slots)
     # Rounded to the dtype in another order, a value may be its neighbour.
     np.testing.assert_allclose(
         np.asarray(new_kv[1:], np.float32),

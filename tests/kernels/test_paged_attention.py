@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jllm.engine.shared_prefix import SharedGroup
 from jllm.kernels.launches import decode_launch
 from tests.kernels.attention_problems import (
     TOLERANCE,
@@ -42,6 +43,17 @@ def test_decode_equals_the_reference(
     launch = launch._replace(programs=programs or launch.programs)
     out, exact = decoded(given, lens, window=window, parts=parts, normed=normed, launch=launch)
     assert relative_error(out[:-1], exact[:-1]) < TOLERANCE[dtype]  # but for the padding row
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("group", "dim", "parts"), [(4, 64, 2), (7, 80, 1)])
+def test_what_rows_share_is_read_once(group: int, dim: int, parts: int, dtype: str) -> None:
+    """Two groups, one of several tiles, beside rows that share nothing, and a padding row."""
+    groups = [SharedGroup(0, 19, 9), SharedGroup(20, 4, 3)]
+    lens = [145 + 7 * i for i in range(19)] + [200] + [49, 64, 65, 80] + [33, 0]
+    given = problem(lens, len(lens), 2, group, dim, 16, dtype)
+    out, exact = decoded(given, lens, parts=parts, groups=groups)
+    assert relative_error(out[:-1], exact[:-1]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

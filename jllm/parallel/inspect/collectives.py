@@ -12,7 +12,7 @@ _INSTRUCTION = re.compile(
     r"collective-permute|collective-broadcast|ragged-all-to-all)(?:-done)?\((?P<rest>.*)"
 )
 _ARRAY = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
-_PLACE = re.compile(r'op_name="[^"]*?/(?:layer(\d+)/)?(embed|attention|mlp|head)/')
+_PLACE = re.compile(r'op_name="[^"]*?/(?:layer(\d+)/jit\(block\)/)?(embed|attention|mlp|head)/')
 
 
 class Collective(NamedTuple):
