@@ -10,6 +10,8 @@ Names are imported when they are first used: what ``import jllm`` costs is littl
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jllm.gpu_memory import take_memory
+
 if TYPE_CHECKING:
     from jllm import parallel as parallel
     from jllm.api import chat, generate, release, stream
@@ -68,6 +70,9 @@ __all__ = [
     "release",
     "stream",
 ]
+
+
+take_memory()
 
 
 def __getattr__(name: str) -> Any:

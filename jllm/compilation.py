@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+from jllm.kernels.kernel_cache import keep_kernels
+
 _compiles = 0
 _compile_s = 0.0
 _lock = threading.Lock()  # programs are compiled in several threads
@@ -40,11 +42,16 @@ def _listen_for_compiles() -> None:
 
 @functools.cache
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk, in ``$XDG_CACHE_HOME/jllm`` (``~/.cache/jllm``), unless
-    the user configured JAX's compilation cache: a second start then compiles nothing."""
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    """Keeps compiled programs on disk, and the Triton kernels in them, so that a second start
+    compiles nothing: in ``$XDG_CACHE_HOME/jllm`` (``~/.cache/jllm``), unless the user configured
+    JAX's compilation cache, or turned it off (``JAX_ENABLE_COMPILATION_CACHE=0``)."""
+    if not jax.config.jax_enable_compilation_cache:
         return
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jllm" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if not jax.config.jax_compilation_cache_dir:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jllm" / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    folder = jax.config.jax_compilation_cache_dir
+    if "://" not in folder:  # JAX also writes to buckets
+        keep_kernels(Path(folder) / "triton")

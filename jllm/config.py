@@ -236,7 +236,9 @@ class EngineConfig:
       block_size: tokens in one KV block.
       num_kv_blocks: KV blocks in the pool, the scratch block not counted (on a GPU: what fits
         in ``gpu_memory_utilization`` of the memory; on a CPU: 1 GiB, or less if less can be used).
-      gpu_memory_utilization: share of the GPU's memory for weights, cache and temporaries.
+      gpu_memory_utilization: share of the GPU's whole memory for weights, cache and temporaries.
+        Of a GPU JAX takes 0.95, or 0.75 if it was started before jllm was imported, or what
+        ``XLA_CLIENT_MEM_FRACTION`` says; no more than that is used.
       decode_buckets: row counts that decode steps are padded to, ascending.
       prefill_buckets: token counts that prefill chunks are padded to, ascending.
       max_prefill_seqs: prompts that may be prefilled in one step (8 on a CPU, 64 on a GPU).

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jllm.compilation import use_compilation_cache
 from jllm.config import ModelConfig
 from jllm.tokenizer import Tokenizer
 
@@ -163,6 +164,7 @@ def init(
     """
     if not isinstance(config, ModelConfig):
         raise ValueError(f"init needs a ModelConfig, such as a preset's, not {config!r}.")
+    use_compilation_cache()
     shapes = param_shapes(config, check_dtype(dtype))
     leaves, treedef = jax.tree.flatten_with_path(shapes)
 
@@ -212,4 +214,5 @@ def load(
 
     if not isinstance(name_or_path, str | os.PathLike):
         raise ValueError(f"load needs a name or a path, not {name_or_path!r}.")
+    use_compilation_cache()
     return hub.load(name_or_path, check_dtype(dtype), mesh)

@@ -15,6 +15,7 @@ TEXT = ["jllm.chat_template", "jllm.detokenizer", "jllm.tokenizer", "jllm.tokeni
 DATA = [
     "jllm.compilation",
     "jllm.config",
+    "jllm.gpu_memory",
     "jllm.presets",
     "jllm.roofline",
     "jllm.sampling_params",
@@ -30,8 +31,9 @@ ENGINE = [*DATA, "jllm.cache", "jllm.engine", "jllm.models", "jllm.parallel", "j
 # offers all of it: nothing below api may import that.
 MAY_IMPORT = {
     "jllm.kernels": [],
-    "jllm.compilation": [],
+    "jllm.compilation": ["jllm.kernels"],
     "jllm.config": [],
+    "jllm.gpu_memory": [],
     "jllm.plotting": [],
     "jllm.presets": ["jllm.config"],
     "jllm.roofline": ["jllm.config"],
@@ -39,7 +41,7 @@ MAY_IMPORT = {
     "jllm.structured": [],
     "jllm.outputs": [],
     **dict.fromkeys(TEXT, TEXT),
-    "jllm.params": ["jllm.config", "jllm.tokenizer"],
+    "jllm.params": ["jllm.compilation", "jllm.config", "jllm.tokenizer"],
     "jllm.models": ["jllm.kernels", "jllm.config", "jllm.params"],
     "jllm.parallel": ["jllm.config", "jllm.params"],
     # Above the engine: it compiles its steps, and runs nothing.

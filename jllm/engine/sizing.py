@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
 from jllm.config import EngineConfig, ModelConfig
 from jllm.engine.batch import LEAST_SHARING
+from jllm.engine.step import PROMPT_CHUNK
+from jllm.gpu_memory import memory_fraction
 from jllm.kernels.launches import shared_tile_rows
+from jllm.models.logit_rules import bytes_per_slot
 from jllm.roofline import weight_bytes
 
+logger = logging.getLogger("jllm")
+
 CPU_KV_BYTES = 1 << 30
-GPU_SLACK_BYTES = 3 << 30  # temporaries of the largest step, CUDA graphs, cuBLAS workspaces
+WORKSPACE_BYTES = 256 << 20  # of cuBLAS, of attention's small arrays, and what lies between arrays
+# Arrays of float32 logits at once. With rules, filters and logprobs the sampler has 4.3 of them
+# for temporaries, and a logits processor and a grammar's mask give one each.
+SAMPLER_COPIES = 6.3
+PROMPT_COPIES = 3  # 3.0 of a chunk's, with prompt_logprobs
 
 # Reading an H200's memory, and what a decode step has to take at least to hide its dispatch.
 READ_BYTES_PER_S = 4e12
@@ -50,10 +60,33 @@ def resolve(
             f"{model.max_position_embeddings} tokens."
         )
     max_len = config.max_model_len or model.max_position_embeddings
+    decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
+    if decode[-1] < max_num_seqs:
+        raise ValueError(
+            f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
+            f"({max_num_seqs}) rows."
+        )
+    largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
+    # On a GPU a token of padding costs as much as any other once there are hundreds.
+    fine = () if cpu else _powers(128, largest, 2)
+    sparse = _powers(min(32, largest), largest, 4)
+    prefill = config.prefill_buckets or tuple(sorted({*sparse, *fine}))
+    config = replace(
+        config,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        decode_buckets=decode,
+        prefill_buckets=prefill,
+        decode_repeats=config.decode_repeats
+        or (1 if cpu else _repeats(model, bytes_per_value, num_devices)),
+        shared_attention=_shares(config, model, cpu),
+        max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
+    )
     one_block = block_bytes(config, model, bytes_per_value, num_devices)
     usable = max_num_seqs * -(-max_len // config.block_size)
+    working = 0 if cpu else working_bytes(config, model, bytes_per_value, num_devices)
     num_blocks = config.num_kv_blocks or min(
-        usable, _kv_bytes(config, memory, num_devices) // one_block
+        usable, _kv_bytes(config, memory, working, num_devices) // one_block
     )
     if num_blocks < 1:
         raise ValueError(
@@ -65,30 +98,43 @@ def resolve(
             f"max_model_len is {config.max_model_len}, but the KV pool of {num_blocks} blocks "
             f"holds {capacity} tokens; raise num_kv_blocks or lower max_model_len."
         )
-    decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
-    largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
-    # On a GPU a token of padding costs as much as any other once there are hundreds.
-    fine = () if cpu else _powers(128, largest, 2)
-    sparse = _powers(min(32, largest), largest, 4)
-    prefill = config.prefill_buckets or tuple(sorted({*sparse, *fine}))
-    if decode[-1] < max_num_seqs:
-        raise ValueError(
-            f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
-            f"({max_num_seqs}) rows."
-        )
-    return replace(
-        config,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=batched,
-        max_model_len=min(max_len, capacity),
-        num_kv_blocks=num_blocks,
-        decode_buckets=decode,
-        prefill_buckets=prefill,
-        decode_repeats=config.decode_repeats
-        or (1 if cpu else _repeats(model, bytes_per_value, num_devices)),
-        shared_attention=_shares(config, model, cpu),
-        max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
-    )
+    return replace(config, max_model_len=min(max_len, capacity), num_kv_blocks=num_blocks)
+
+
+def working_bytes(
+    config: EngineConfig, model: ModelConfig, bytes_per_value: int, num_devices: int = 1
+) -> int:
+    """Bytes that each device of a GPU needs besides weights and cache: for the engine's tables and
+    for the largest step, or a little more.
+
+    By formula, since XLA says so only of a compiled program: that of the largest step takes the
+    longest to compile, and would have to be compiled again once the cache's size is known. The
+    tests compare it with what XLA says (tests/aot/test_sizing.py).
+
+    Args:
+      config: with every limit on batches resolved.
+      model: the model that is to run.
+      bytes_per_value: of weights and activations.
+      num_devices: that the model is split over.
+    """
+    c, m = config, model
+    assert c.max_num_seqs and c.max_prefill_seqs and c.decode_buckets and c.prefill_buckets
+    rows = c.decode_buckets[-1] + c.max_prefill_seqs
+    tokens = c.decode_buckets[-1] + c.prefill_buckets[-1]
+    # Of a token, at the widest place of a layer: x, what is added to it, its norm; and the MLP's
+    # inner values, before and after the gate, or what attention reads and gives.
+    kv_heads = max(m.num_kv_heads, num_devices)
+    attention = kv_heads * (2 * m.group_size + 2) * m.head_dim
+    inner = max(3 * m.intermediate_size, attention) // num_devices
+    activations = tokens * (3 * m.hidden_size + inner) * bytes_per_value
+    row = -(-m.vocab_size // num_devices) * 4  # of logits
+    sampling = int(SAMPLER_COPIES * rows * row)
+    prompt = PROMPT_COPIES * PROMPT_CHUNK * row
+    # Two steps are in flight, and what the first half of each gave: logits and hidden states.
+    given = 2 * (rows * row + tokens * m.hidden_size * bytes_per_value)
+    slot = bytes_per_slot(m.vocab_size) + 4 * (c.max_model_len or m.max_position_embeddings)
+    tables = (c.max_num_seqs + 1) * slot
+    return max(activations, sampling, prompt) + given + tables + WORKSPACE_BYTES
 
 
 def block_bytes(
@@ -126,9 +172,25 @@ def _powers(low: int, high: int, factor: int) -> tuple[int, ...]:
     return (*sizes, high)
 
 
-def _kv_bytes(config: EngineConfig, memory: Mapping[str, int] | None, num_devices: int) -> int:
+def usable_bytes(config: EngineConfig, limit: int) -> int:
+    """What an engine may use of each GPU: its share of all the memory, of which JAX takes
+    ``limit`` bytes."""
+    asked, share = config.gpu_memory_utilization, memory_fraction()
+    if asked > share:
+        logger.warning(
+            "gpu_memory_utilization is %g, but JAX takes only %g of each GPU's memory: import "
+            "jllm before anything starts JAX, or set XLA_CLIENT_MEM_FRACTION to more.",
+            asked,
+            share,
+        )
+    return int(limit * min(1.0, asked / share))
+
+
+def _kv_bytes(
+    config: EngineConfig, memory: Mapping[str, int] | None, working: int, num_devices: int
+) -> int:
     """Bytes that the KV cache may take, on all devices. Those of a CPU share its memory."""
     if not memory or "bytes_limit" not in memory:
         return CPU_KV_BYTES
-    usable = int(memory["bytes_limit"] * config.gpu_memory_utilization)
-    return num_devices * (usable - memory["bytes_in_use"] - GPU_SLACK_BYTES)
+    usable = usable_bytes(config, memory["bytes_limit"])
+    return num_devices * (usable - memory["bytes_in_use"] - working)

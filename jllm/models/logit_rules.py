@@ -71,6 +71,12 @@ def empty_rules(num_slots: int, vocab_size: int) -> Rules:
     )
 
 
+def bytes_per_slot(vocab_size: int) -> int:
+    """Bytes that a slot of the table takes."""
+    slot = jax.eval_shape(lambda: empty_rules(1, vocab_size))
+    return sum(array.size * array.dtype.itemsize for array in slot)
+
+
 def apply_rules(
     logits: Array,
     tokens: Array,

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import jax
 from jax.experimental import topologies
 
+from jllm.gpu_memory import memory_fraction
 from jllm.roofline import HARDWARE, Hardware
-
-JAX_MEMORY_FRACTION = 0.75  # of a GPU's memory that JAX takes, unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class GPU:
     @property
     def limit_bytes(self) -> int:
         """What an engine finds as ``bytes_limit``: JAX's share of the memory."""
-        share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-        return int(self.memory_bytes * (float(share) if share else JAX_MEMORY_FRACTION))
+        return int(self.memory_bytes * memory_fraction())
 
     def description(self) -> str:
         """The GPU in the words of XLA's compiler (a TargetConfigProto)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jllm.config import EngineConfig, ModelConfig
-from jllm.engine.sizing import GPU_SLACK_BYTES, block_bytes, resolve
+from jllm.engine.sizing import block_bytes, resolve, usable_bytes, working_bytes
 from jllm.models.logit_rules import Rules, empty_rules
 from jllm.parallel.inspect.gpus import GPU
 from jllm.parallel.mesh import AXIS
@@ -68,7 +68,7 @@ class Memory:
       usable: what the engine uses of that.
       weights: of the model.
       tables: known tokens and sampling rules of every request.
-      slack: kept free for temporaries.
+      slack: kept free for temporaries and tables.
       block: of one KV block, all layers.
       num_blocks: KV blocks in the pool, each with a part on every device.
       block_size: tokens in a block.
@@ -111,12 +111,11 @@ def sized(
     """
     itemsize = jnp.dtype(DTYPE).itemsize
     held = sum(weight.local_bytes for weight in weights(config, tp))
-    usable = int(gpu.limit_bytes * engine_config.gpu_memory_utilization)
-    if engine_config.num_kv_blocks is None and held + GPU_SLACK_BYTES >= usable:
+    usable = usable_bytes(engine_config, gpu.limit_bytes)
+    if engine_config.num_kv_blocks is None and held >= usable:
         raise ValueError(
             f"The weights do not fit: {held / 1e9:.1f} GB on each of {tp} {gpu.name}, of which an "
-            f"engine uses {usable / 1e9:.1f} GB, {GPU_SLACK_BYTES / 1e9:.1f} of them for "
-            "temporaries."
+            f"engine uses {usable / 1e9:.1f} GB."
         )
     resolved = resolve(
         engine_config,
@@ -132,7 +131,9 @@ def sized(
         usable=usable,
         weights=held,
         tables=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tables(config, resolved))),
-        slack=GPU_SLACK_BYTES,
+        slack=working_bytes(
+            replace(resolved, max_model_len=engine_config.max_model_len), config, itemsize, tp
+        ),
         block=block_bytes(resolved, config, itemsize, tp) // tp,
         num_blocks=resolved.num_kv_blocks,
         block_size=resolved.block_size,

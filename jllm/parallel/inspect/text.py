@@ -45,8 +45,8 @@ def memory(e: Explanation) -> str:
         (
             "used at most",
             _gb(m.usable),
-            f"{e.engine_config.gpu_memory_utilization:g} of the {_gb(m.limit)} that JAX takes of "
-            f"{_gb(m.total)}",
+            f"{e.engine_config.gpu_memory_utilization:g} of {_gb(m.total)}, of which JAX takes "
+            f"{_gb(m.limit)}",
         ),
     ]
     return "Memory of each device, in GB\n" + _table(rows, "lrl")
