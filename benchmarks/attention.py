@@ -27,6 +27,10 @@ from jllm.bench.block_ops import projection
 from jllm.bench.environment import environment
 from jllm.bench.trace import kernel_seconds
 from jllm.bench.tune import scattered_tables, updating
+from jllm.engine.batch import SHARED_FIELDS
+from jllm.engine.shared_prefix import SharedGroup, fill_tiles
+from jllm.kernels.launches import shared_tile_rows
+from jllm.kernels.tiles import SharedTiles
 from jllm.models.attention import Rows, attend, cut_rows, locate_tokens
 
 EMBED, HEADS, GROUP, DIM, BLOCK = 4096, 8, 4, 128, 16
@@ -38,12 +42,15 @@ REPEATS = 7
 
 class Case(NamedTuple):
     """Rows of these contexts; the last ``prefill`` of them process ``queries`` new tokens each,
-    the others one."""
+    the others one. With ``sharing`` what they
+    have in common is read once."""
 
     name: str
     lens: list[int]
     prefill: int = 0
     queries: int = 0
+    shared: int = 0  # context tokens that all rows have in common
+    sharing: bool = False
 
     @property
     def num_decode(self) -> int:
@@ -77,6 +84,9 @@ def cases(rng: np.random.Generator) -> list[Case]:
     found.append(Case("decode 128 ragged", ragged(128, rng)))
     found += [Case(f"prefill {b} x {n}", [n] * b, b, n) for b, n in ((8, 8192), (16, 1024))]
     found.append(Case("prefill 1 x 1024", [1024], 1, 1024))
+    for sharing in (False, True):
+        name = f"decode 256 x (2048 shared + 128), {'read once' if sharing else 'read by each'}"
+        found.append(Case(name, [2048 + 128] * 256, shared=2048, sharing=sharing))
     found.append(Case("decode 240 x 1024", [1024] * 240))
     found.append(Case("decode 240 x 1024 + prefill 1 x 1024", [1024] * 241, 1, 1024))
     return found
@@ -91,7 +101,15 @@ def call_of(
     count = int(np.clip(ROTATE_BYTES // (sum(case.lens) * TOKEN_BYTES), least, 16))
     starts = jnp.arange(case.prefill + 1, dtype=jnp.int32) * case.queries
     lens = jnp.asarray(case.lens, jnp.int32)
-    tables = [scattered_tables(case.lens, BLOCK, NUM_BLOCKS, rng) for _ in range(count)]
+    own = [n - case.shared for n in case.lens]
+    common = case.shared // BLOCK
+    tables = []
+    for _ in range(count):
+        table = np.array(scattered_tables([case.shared, *own], BLOCK, NUM_BLOCKS, rng))
+        width = max(-(-n // BLOCK) for n in own)
+        same = np.repeat(table[:1, :common], len(own), axis=0)
+        tables.append(jnp.asarray(np.concatenate([same, table[1:, :width]], axis=1)))
+    shared = shared_tiles(len(own), common) if case.sharing else None
     num_queries, num_decode = case.num_queries, case.num_decode
     parts = projection(num_queries, EMBED, HEADS * (GROUP + 2) * DIM, jnp.bfloat16)
     qkv = jax.random.normal(jax.random.key(0), parts.shape, parts.dtype)
@@ -103,7 +121,8 @@ def call_of(
     ) -> tuple[jax.Array, list[jax.Array]]:
         rope = jnp.cos(angles), jnp.sin(angles)
         shape, found = (num_queries, HEADS, GROUP, DIM), []
-        cuts = cut_rows(shape, kv.dtype, Rows(tables[0], lens, starts), num_decode, None)
+        rows = Rows(tables[0], lens, starts, shared)
+        cuts = cut_rows(shape, kv.dtype, rows, num_decode, None)
         options = dict(window=None, scale=DIM**-0.5, eps=1e-6)
         for table in tables:
             slots = locate_tokens(
@@ -116,6 +135,14 @@ def call_of(
     inputs = (qkv, angles, tables, lens)
     compiled = jax.jit(run, donate_argnums=0).lower(kv[0], *inputs).compile()
     return updating(compiled, kv, inputs), count
+
+
+def shared_tiles(rows: int, num_blocks: int) -> SharedTiles:
+    """All rows as one group."""
+    sizes = (rows // 2,) * 3 + (rows,)
+    views = {n: np.zeros(s, np.int32) for n, s in zip(SHARED_FIELDS, sizes, strict=True)}
+    fill_tiles(views, [SharedGroup(0, rows, num_blocks)], shared_tile_rows(GROUP), BLOCK)
+    return SharedTiles(*(jnp.asarray(views[name]) for name in SHARED_FIELDS))
 
 
 def main() -> None:
