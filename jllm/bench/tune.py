@@ -31,7 +31,7 @@ from jllm.models.layers import rope_tables
 
 ROTATE_BYTES = 160e6  # inputs of the ops of a call: more than L2
 SHARED_BYTES = 220_000  # of a program, at most
-DECODE_CONTEXTS = (1024, 4096)
+DECODE_CONTEXTS, LONG_CONTEXT = (1024, 4096), 32768  # the latter where rows are few
 # More rows are launched by rule: those of a server differ more in length than these do.
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 ROW_TILES = (16, 32, 64)
@@ -171,7 +171,8 @@ def _decode(config: ModelConfig, rows: int, key: jax.Array) -> Problem:
     rng = np.random.default_rng(0)
     token_bytes = 2 * heads * dim * 2
     # Contexts a little different, as those of a server are.
-    lens = [[int(c * f) for f in rng.uniform(0.9, 1.1, rows)] for c in DECODE_CONTEXTS]
+    contexts = (*DECODE_CONTEXTS, LONG_CONTEXT) if rows <= 2 else DECODE_CONTEXTS
+    lens = [[int(c * f) for f in rng.uniform(0.9, 1.1, rows)] for c in contexts]
     num_blocks = 1 + max(int(sum(max(lens)) // block_size), int(3e8 / token_bytes / block_size))
     num_blocks += rows
     shape = (num_blocks, 2, heads, block_size, dim)
@@ -189,7 +190,7 @@ def _decode(config: ModelConfig, rows: int, key: jax.Array) -> Problem:
     launches = [
         FEW._replace(context=context, num_warps=warps, num_stages=stages, programs=132 * n)
         for (context, warps, stages), n in itertools.product(
-            tiles, (1, 2, 4) if rows * heads <= 64 else (2, 8, 16)
+            tiles, (1, 2, 3, 4) if rows * heads <= 64 else (2, 8, 16)
         )
     ]
     name = f"decode {rows}x{heads}x{group}x{dim}"

@@ -60,7 +60,12 @@ def resolve(
             f"{model.max_position_embeddings} tokens."
         )
     max_len = config.max_model_len or model.max_position_embeddings
-    decode = config.decode_buckets or _powers(1, max_num_seqs, 2)
+    rows = _powers(1, max_num_seqs, 2)
+    # From 128 rows on a product's time follows its rows.
+    halfway = (3 * n // 2 for n in rows if n >= 128 and not cpu)
+    decode = config.decode_buckets or tuple(
+        sorted({*rows, *(n for n in halfway if n < max_num_seqs)})
+    )
     if decode[-1] < max_num_seqs:
         raise ValueError(
             f"The largest of decode_buckets ({decode[-1]}) must hold max_num_seqs "
