@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -148,6 +149,7 @@ def shared_tiles(rows: int, num_blocks: int) -> SharedTiles:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", default="", metavar="REGEX", help="only those of such a name")
     parser.add_argument("--commit", help="of the record, where there is no git checkout")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
@@ -157,7 +159,7 @@ def main() -> None:
     )
     copied = jax.random.bits(key, (512, 1024, 1024), jnp.uint32)
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))
-    found = cases(rng)
+    found = [case for case in cases(rng) if re.search(options.cases, case.name)]
     state = [kv]
     calls = [call_of(case, state, rng) for case in found]
     calls.append((functools.partial(copy, copied), 1))
