@@ -3,10 +3,13 @@
 `make test-clients` runs this folder with .venv/clients; elsewhere nothing of it is collected.
 
 Not among them are the load generators guidellm and aiperf. guidellm 0.8 imports torch wherever it
-is used, and brings it with 2 GB of CUDA; aiperf 0.13 brings 139 packages, 860 MB, among them a
-Kubernetes client and a web dashboard, whose installation alone takes the time of all these tests.
-What they read of a stream, the usage of every chunk and of the last, is tested in
-tests/server/test_streaming.py.
+is used, and brings it with 2 GB of CUDA. aiperf 0.13 brings 139 packages, 860 MB, among them a
+Kubernetes client and a web dashboard; their installation alone takes the time of all these tests.
+It works, with a folder of the model's tokenizer.json, tokenizer_config.json and config.json:
+
+    aiperf profile --model smollm2-135m-instruct --url http://127.0.0.1:8000 --endpoint-type chat
+        --streaming --concurrency 4 --request-count 12 --tokenizer FOLDER --ui none
+        --synthetic-input-tokens-mean 30 --output-tokens-mean 12
 """
 
 from __future__ import annotations
