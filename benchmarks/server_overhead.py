@@ -4,8 +4,13 @@
 
 The same requests, all at once, by turns to an engine in this process (offline: outputs at the end;
 stream: a delta per step and request) and through the HTTP server around another, where each is a
-stream of server-sent events that a client in a process of its own reads. Prints medians of seconds,
-tokens per second, and the server's time over that of the streaming engine.
+stream of server-sent events that a client in a process of its own reads. All turn every token into
+text. Prints medians of seconds, tokens per second, and the server's time over that of the streaming
+engine.
+
+``floor`` is what no server could do without: the same events written to as many sockets in a bare
+loop, a ``send`` for each, and read by the same client. Where CPUs are what is short, the server's
+time cannot be less than that of the engine and the floor together, over the number of CPUs.
 
 ``--device-ms`` lets every step take at least so long on a device that is not this CPU, as a GPU's
 would: the host plans, delivers and sends meanwhile. With 0 the engine, XLA, the server and the
@@ -16,12 +21,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import platform
 import selectors
 import socket
 import statistics
+import string
 import subprocess
 import sys
 import threading
@@ -31,13 +38,26 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models
 
 import jllm
 from jllm.engine.planner import Plan
 from jllm.engine.runner import Dispatched, Results
 from jllm.server import Server, ServerOptions
+from jllm.tokenizer import Tokenizer
 
 BODY_END = b"0\r\n\r\n"
+EVENT = b"data: {" + b"x" * 240 + b"}\n\n"  # as long as the server's
+
+
+def letters(vocab_size: int) -> Tokenizer:
+    """A tokenizer whose every token is three letters, so that each has a text."""
+    words = itertools.islice(itertools.product(string.ascii_lowercase, repeat=3), vocab_size)
+    vocab = {"".join(word): i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="aaa"))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
 
 
 def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -107,13 +127,39 @@ def run_clients(url: str, requests: list[dict[str, Any]]) -> dict[str, float]:
     return measured
 
 
+def run_floor(requests: list[dict[str, Any]]) -> tuple[float, float]:
+    """Seconds until a client has read the events that a bare loop writes, and the loop's seconds of
+    CPU."""
+    cpu = []
+
+    def write(listening: socket.socket) -> None:
+        streams = [listening.accept()[0] for _ in requests]
+        for stream in streams:
+            stream.recv(65536)
+        start = time.thread_time()
+        for _ in range(requests[0]["max_tokens"]):
+            for stream in streams:
+                stream.send(EVENT)
+        cpu.append(time.thread_time() - start)
+        for stream in streams:
+            stream.send(BODY_END)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=len(requests)) as listening:
+        thread = threading.Thread(target=write, args=(listening,))
+        thread.start()
+        port = listening.getsockname()[1]
+        measured = run_clients(f"http://127.0.0.1:{port}", requests)
+        thread.join()
+    return measured["seconds"], cpu[0]
+
+
 def client(url: str, requests: list[dict[str, Any]]) -> dict[str, float]:
     """Opens a connection per request, sends all at once, reads every stream to its end. No more
     than that is done per chunk: clients are not what is measured."""
     host, _, port = url.removeprefix("http://").partition(":")
     poll = selectors.DefaultSelector()
     connections = [socket.create_connection((host, int(port))) for _ in requests]
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for connection, request in zip(connections, requests, strict=True):
         body = json.dumps({**request, "stream": True}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -138,7 +184,11 @@ def client(url: str, requests: list[dict[str, Any]]) -> dict[str, float]:
     chunks = sum(data.count(b"data: {") for data in received)
     if chunks != sum(request["max_tokens"] for request in requests):
         raise RuntimeError(f"There were {chunks} chunks, not one for each token.")
-    return {"seconds": seconds, "ttft": statistics.median(firsts.values())}
+    return {
+        "seconds": seconds,
+        "ttft": statistics.median(firsts.values()),
+        "cpu": time.process_time() - cpu,
+    }
 
 
 def measure(options: argparse.Namespace, params: jllm.Params, device_ms: float) -> dict[str, Any]:
@@ -165,13 +215,26 @@ def measure(options: argparse.Namespace, params: jllm.Params, device_ms: float) 
             seconds["server_ttft"].append(measured["ttft"])
             seconds["cpu_of_engine_thread"].append(cpu_seconds("jllm-engine") - cpu)
             seconds["cpu_of_http_thread"].append(cpu_seconds("jllm-http") - http_cpu)
+            seconds["cpu_of_clients"].append(measured["cpu"])
+            wall, cpu = run_floor(requests)
+            seconds["floor"].append(wall)
+            seconds["cpu_of_floor"].append(cpu)
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     tokens = options.streams * options.output_len
     return {
         "device_ms": device_ms,
         "server_over_stream": medians["server"] / medians["stream"],
         "server_over_offline": medians["server"] / medians["offline"],
-        "http_cpu_us_per_token": medians["cpu_of_http_thread"] / tokens * 1e6,
+        "us_of_cpu_per_token": {
+            "http_thread": medians["cpu_of_http_thread"] / tokens * 1e6,
+            "engine_thread_more_than_alone": (
+                medians["cpu_of_engine_thread"] - medians["cpu_of_engine_alone"]
+            )
+            / tokens
+            * 1e6,
+            "floor": medians["cpu_of_floor"] / tokens * 1e6,
+            "clients": medians["cpu_of_clients"] / tokens * 1e6,
+        },
         "tokens_per_s": {name: tokens / medians[name] for name in ("offline", "stream", "server")},
         "seconds": medians,
         "server_seconds": seconds["server"][1:],
@@ -192,7 +255,8 @@ def main() -> None:
     if options.client:
         print(json.dumps(client(options.client, json.load(sys.stdin))))
         return
-    params = jllm.init(jllm.ModelConfig.preset(options.config), jax.random.key(0))
+    model = jllm.ModelConfig.preset(options.config)
+    params = jllm.init(model, jax.random.key(0)).replace(tokenizer=letters(model.vocab_size))
     result = {
         "command": "python benchmarks/server_overhead.py " + " ".join(sys.argv[1:]),
         **{name: getattr(options, name) for name in ("config", "streams", "input_len")},

@@ -7,7 +7,7 @@ with its ``choices``. Streamed, every piece is a chunk; otherwise they are joine
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -20,8 +20,8 @@ from jllm.server.limits import MAX_NAME
 from jllm.server.middleware import REQUEST_ID
 from jllm.server.protocol import Generation
 from jllm.server.served import Served
-from jllm.server.sse import EventStream, event, unless_gone
-from jllm.server.ticket import Ticket
+from jllm.server.sse import EventStream, EventWriter, while_connected
+from jllm.server.ticket import News, Ticket
 from jllm.server.usage import Usage
 
 Piece = dict[str, Any]
@@ -69,8 +69,10 @@ async def answer(
         "system_fingerprint": FINGERPRINT,
     }
     if body.stream:
-        return EventStream(_chunks(body, ticket, pieces, usage, head), ticket.close)
-    return await unless_gone(request, _whole(ticket, pieces, usage, head), ticket.close)
+        chunks = _Chunks(body, pieces, usage, head)
+        return EventStream(ticket, chunks.events, chunks.last)
+    async with while_connected(request.receive, ticket):
+        return await _whole(ticket, pieces, usage, head)
 
 
 async def _whole(ticket: Ticket, pieces: Pieces, usage: Usage, head: Piece) -> Response:
@@ -85,22 +87,33 @@ async def _whole(ticket: Ticket, pieces: Pieces, usage: Usage, head: Piece) -> R
     return json_response({**head, "choices": choices, "usage": usage.as_json()})
 
 
-async def _chunks(
-    body: Generation, ticket: Ticket, pieces: Pieces, usage: Usage, head: Piece
-) -> AsyncIterator[bytes]:
-    options = body.stream_options
-    continuous = options is not None and options.continuous_usage_stats
-    while news := await ticket.news():
+class _Chunks:
+    """The events of a streamed answer."""
+
+    def __init__(self, body: Generation, pieces: Pieces, usage: Usage, head: Piece) -> None:
+        options = body.stream_options
+        self._shows_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._pieces = pieces
+        self._usage = usage
+        self._write = EventWriter(head).event
+
+    def events(self, news: News) -> bytes:
+        """A chunk for each piece; raises APIError for a sample that came to no good end."""
         events = []
         for index, output in news:
-            usage.add(index, _checked(output))
-            for piece in pieces(index, output):
-                if continuous:
-                    piece["usage"] = usage.as_json()
-                events.append(event({**head, **piece}))
-        yield b"".join(events)
-    if options is not None and options.include_usage:
-        yield event({**head, "choices": [], "usage": usage.as_json()})
+            self._usage.add(index, _checked(output))
+            for piece in self._pieces(index, output):
+                if self._continuous_usage:
+                    piece["usage"] = self._usage.as_json()
+                events.append(self._write(piece))
+        return b"".join(events)
+
+    def last(self) -> bytes:
+        """The chunk with the usage, if one is wanted."""
+        if not self._shows_usage:
+            return b""
+        return self._write({"choices": [], "usage": self._usage.as_json()})
 
 
 def json_response(content: Any) -> Response:

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -258,13 +259,15 @@ class AsyncEngine:
     def _step(self) -> None:
         outputs = self._engine.step()
         now = time.monotonic()
+        gaps: Counter[float] = Counter()
         for output in outputs:
             part = self._parts.get(output.request_id)
             if part is not None:  # else it was dropped
                 self._news.append((part.ticket.push, (part.index, output)))
-                part.note(output, now, self._metrics)
+                part.note(output, now, gaps, self._metrics)
                 if output.finished:
                     del self._parts[output.request_id]
+        self._metrics.token_gaps(gaps)
 
     def _publish_stats(self) -> None:
         self._metrics.engine_stats(self._engine.stats())

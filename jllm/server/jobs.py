@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,10 +39,17 @@ class Part:
         self._reasons = [""] * params.n
         self._last_news: float | None = None
 
-    def note(self, output: RequestOutput, now: float, metrics: Metrics) -> None:
-        """Counts what is new; with the last output, all that became of the prompt."""
+    def note(
+        self, output: RequestOutput, now: float, gaps: Counter[float], metrics: Metrics
+    ) -> None:
+        """Counts what is new; with the last output, all that became of the prompt.
+
+        Args:
+          now: the same for all news of a step.
+          gaps: the seconds since the news before are counted there.
+        """
         if self._last_news is not None:
-            metrics.token_gap(now - self._last_news)
+            gaps[now - self._last_news] += 1
         self._last_news = now
         for sample in output.outputs:
             self._counts[sample.index] += len(sample.token_ids)

@@ -20,7 +20,8 @@ REQUEST_ID = "x-request-id"
 
 class RequestId:
     """Sends the client's ``X-Request-Id`` back, or one made up, which routes find in the state of
-    the request under the name ``request_id``."""
+    the request under the name ``request_id``. There is ``send`` too, by which the body of a stream
+    is sent past what looks only at the beginning of a response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,7 +32,9 @@ class RequestId:
             return
         request_id = Headers(scope=scope).get(REQUEST_ID) or uuid.uuid4().hex
 
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["send"] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

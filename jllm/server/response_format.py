@@ -94,8 +94,10 @@ def _of_options(value: Any) -> Structured | None:
 
 def _make(where: str, name: str, value: Any) -> Structured | None:
     """A form; its errors name the request's field."""
-    if name == "json_object" and value is False:
-        return None
+    if value is False:
+        if name == "json_object":
+            return None
+        raise ValueError(f"{where} cannot be false.")
     try:
         return Structured(**{name: value})
     except ValueError as error:

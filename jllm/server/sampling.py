@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from jllm.server.protocol import Generation
 from jllm.server.response_format import FIELDS, structured_of
 from jllm.server.served import Served, TokenPrompt
 from jllm.structured import Structured
+
+TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def check_generation(body: Generation, served: Served) -> None:
@@ -144,11 +147,9 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """JSON's keys are strings."""
     if bias is None:
         return None
-    ids = {}
-    for token, value in bias.items():
-        try:
-            ids[int(token)] = value
-        except ValueError:
+    for token in bias:
+        # One spelling for each id: of "1" and "01" one would be dropped without a word.
+        if not TOKEN_ID.fullmatch(token):
             message = f"logit_bias has the key {token!r:.80}, which is no token id."
-            raise bad_request(message, "logit_bias") from None
-    return ids
+            raise bad_request(message, "logit_bias")
+    return {int(token): value for token, value in bias.items()}

@@ -40,7 +40,7 @@ class Ticket:
     async def accepted(self) -> None:
         """Waits until the engine has taken the prompts; raises APIError if it has not."""
         while not self._accepted:
-            await self._something()
+            await self._change()
 
     async def news(self) -> News:
         """What came since it was last asked, waiting for it if that is nothing; empty when all
@@ -48,8 +48,8 @@ class Ticket:
 
         Raises APIError when the engine fails.
         """
-        while not self._news and not self.finished:
-            await self._something()
+        while not self._news and self._unfinished:
+            await self._change()
         news, self._news = self._news, []
         return news
 
@@ -79,10 +79,8 @@ class Ticket:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _something(self) -> None:
+    def _change(self) -> asyncio.Future[None]:
         if self._error is not None:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-        if self._error is not None:
-            raise self._error
+        return self._waiter

@@ -116,6 +116,10 @@ def _for_template(call: Any) -> dict[str, Any]:
         raise ValueError(
             f"The arguments of a tool call must be JSON, not {shown(arguments)}."
         ) from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"The arguments of a tool call must be a JSON object, not {shown(arguments)}."
+        )
     return {**call, "function": {**function, "arguments": arguments}}
 
 

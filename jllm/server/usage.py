@@ -25,7 +25,8 @@ class Usage:
         """Takes what is new of prompt number ``index``."""
         self._cached[index] = output.num_cached_tokens
         if self._count_output:
-            self._completion += sum(len(sample.token_ids) for sample in output.outputs)
+            for sample in output.outputs:
+                self._completion += len(sample.token_ids)
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's ``usage``, so far."""

@@ -61,6 +61,7 @@ def serves_on(client: TestClient) -> Iterator[None]:
         pytest.param({"prompt": "a", "logprobs": 21}, "logprobs", id="logprobs"),
         pytest.param({"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias", id="bias-id"),
         pytest.param({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", id="bias-key"),
+        pytest.param({"prompt": "a", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", id="bias-01"),
         pytest.param({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", id="bias-value"),
         pytest.param({"prompt": "a", "stop": [""]}, "stop", id="empty-stop"),
         pytest.param({"prompt": "a", "stop": ["x"] * 65}, "stop", id="too-many-stops"),

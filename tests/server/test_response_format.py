@@ -56,6 +56,10 @@ def test_every_name_gives_its_form(fields: dict[str, Any], expected: Structured 
             {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
             r"^response_format\.json_schema\.schema must be a JSON object, not \[1\]",
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+            r"^response_format\.json_schema\.schema cannot be false",
+        ),
         ({"response_format": {"type": "regex"}}, r"response_format\.regex is missing"),
         ({"guided_json": "{"}, r"^guided_json is not JSON"),
         ({"guided_choice": "a"}, r"^guided_choice must be a sequence of strings, not 'a'"),

@@ -219,6 +219,8 @@ def test_templates_see_the_arguments_of_earlier_calls_as_objects() -> None:
     assert call["function"]["arguments"] == '{"a": 1}'  # what was given stays as it was
     for wrong, message in [
         ({"function": {"name": "f", "arguments": "{"}}, "must be JSON"),
+        ({"function": {"name": "f", "arguments": "[1]"}}, r"must be a JSON object, not \[1\]"),
+        ({"function": {"name": "f", "arguments": 5}}, "must be a JSON object, not 5"),
         ({"name": "f"}, "must have a function with a name"),
     ]:
         with pytest.raises(ValueError, match=message):
