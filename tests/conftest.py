@@ -4,6 +4,7 @@ on a GPU or not at all; with JLLM_TEST_AOT=1 (make test-aot) they are compiled f
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -25,6 +26,12 @@ elif not ON_GPU:
         os.environ.get("XLA_FLAGS", "")
         + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
+    # Engines of one model compile the same programs in file after file: the workers of a run and
+    # their subprocesses, to which the environment goes, share what is compiled, until it ends.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        _compiled = tempfile.TemporaryDirectory(prefix="jllm-tests-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 if "JLLM_TEST_DEVICES" in os.environ:  # see tests/parallel/conftest.py
     os.environ["XLA_FLAGS"] += (
@@ -44,6 +51,11 @@ def pytest_sessionstart() -> None:
             pytest.exit(
                 "JLLM_TEST_GPU=1, but JAX sees no GPU: is jllm[cuda13] or [cuda12] installed?", 1
             )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what takes minutes in one test: as the last, it would leave the other workers idle."""
+    items.sort(key=lambda item: item.path.name != "test_parallel.py")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import jllm
 from jllm.models.transformer import logits
 
-CONTEXT = 512
 _logits: Any = jax.jit(logits)
 
 
@@ -38,8 +37,9 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
 @functools.cache
 def _greedy(prompt: tuple[int, ...], count: int) -> list[int]:
     ids = list(prompt)
+    context = max(64, 1 << (len(ids) + count - 1).bit_length())  # few lengths, so few programs
     for _ in range(count):
-        padded = jnp.asarray(ids + [0] * (CONTEXT - len(ids)))
+        padded = jnp.asarray(ids + [0] * (context - len(ids)))
         ids.append(int(jnp.argmax(_logits(tiny_model(), padded)[len(ids) - 1])))
     return ids[len(prompt) :]
 

@@ -14,6 +14,7 @@ import pytest
 import jllm
 from tests.tiny_model import greedy, greedy_params, random_prompts, run, tiny_model
 
+WIDE = {"decode_buckets": (32,), "prefill_buckets": (512,)}  # few programs to compile
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 150, 7, 3, 5, 40, 16] * 2
 
 
@@ -50,14 +51,20 @@ def outputs_of(prompts: list[list[int]], count: int = 12, **options: object) -> 
     "options",
     [
         pytest.param({}, id="batch of 32"),
-        pytest.param({"max_num_seqs": 1}, id="one at a time"),
-        pytest.param({"max_num_batched_tokens": 32}, id="chunks of at most 32"),
-        pytest.param({"prefill_buckets": (7,), "max_num_seqs": 4}, id="chunks of 7"),
-        pytest.param({"prefill_buckets": (1,), "max_num_seqs": 8}, id="chunks of 1"),
-        pytest.param({"max_prefill_seqs": 1}, id="one prompt a step"),
-        pytest.param({"decode_buckets": (32,), "prefill_buckets": (512,)}, id="widest buckets"),
-        pytest.param({"block_size": 32}, id="blocks of 32"),
-        pytest.param({"num_kv_blocks": 26}, id="pool that forces preemption"),
+        pytest.param({"max_num_seqs": 1, "prefill_buckets": (64,)}, id="one at a time"),
+        pytest.param(
+            {"max_num_batched_tokens": 32, "decode_buckets": (32,)}, id="chunks of at most 32"
+        ),
+        pytest.param(
+            {"prefill_buckets": (7,), "decode_buckets": (4,), "max_num_seqs": 4}, id="chunks of 7"
+        ),
+        pytest.param(
+            {"prefill_buckets": (1,), "decode_buckets": (8,), "max_num_seqs": 8}, id="chunks of 1"
+        ),
+        pytest.param({**WIDE, "max_prefill_seqs": 1}, id="one prompt a step"),
+        pytest.param(WIDE, id="widest buckets"),
+        pytest.param({**WIDE, "block_size": 32}, id="blocks of 32"),
+        pytest.param({**WIDE, "num_kv_blocks": 26}, id="pool that forces preemption"),
     ],
 )
 def test_greedy_tokens_do_not_depend_on_batching(options: dict[str, object]) -> None:
