@@ -100,9 +100,9 @@ def _kind(hint: Any) -> dict[str, Any]:
     allowed = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
     kind = allowed[0] if type(None) in get_args(hint) else hint
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is tuple:
         return {"type": _integers, "metavar": "N,N"}
     return {"type": kind, "metavar": "N"}

@@ -186,3 +186,14 @@ def test_logprobs_takes_params_of_a_mesh(model: str) -> None:
     np.testing.assert_allclose(
         jllm.logprobs(split(model, 8), ids), jllm.logprobs(weights(model), ids), atol=1e-4
     )
+
+
+def test_a_mesh_of_one_device_runs_the_programs_of_none() -> None:
+    params, asked = weights("tied"), greedy_params(6)
+    alone = answers(params, asked)
+    before = compiles_so_far()
+    split_over_one = answers(split("tied", 1), asked)
+    assert compiles_so_far() == before
+    assert [o.outputs[0].token_ids for o in split_over_one] == [
+        o.outputs[0].token_ids for o in alone
+    ]

@@ -173,6 +173,7 @@ def test_every_field_of_the_engines_config_has_a_flag() -> None:
         swap_space_gib=1.5,
         scheduling_policy="priority",
         decode_repeats=4,
+        shared_attention=False,
         overlap=False,
         stats_interval_s=2.5,
     )
