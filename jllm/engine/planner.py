@@ -18,7 +18,13 @@ from jllm.engine.batch import (
 )
 from jllm.engine.request import Request
 from jllm.engine.scheduler import Chunk, Schedule
-from jllm.engine.shared_prefix import SharedGroup, fill_tiles, neighbours, shared_groups
+from jllm.engine.shared_prefix import (
+    MOST_BLOCKS,
+    SharedGroup,
+    fill_tiles,
+    neighbours,
+    shared_groups,
+)
 from jllm.models.logit_rules import Rules
 from jllm.models.sampler import GREEDY_TEMPERATURE, SamplerSpec
 from jllm.sampling_params import MAX_LOGPROBS, LogitsProcessor
@@ -183,14 +189,14 @@ class Planner:
         buckets = self._buckets.shared
         if not buckets or self._buckets.spec(len(decode), 0).num_decode < buckets[0]:
             return decode, []
-        tables = block_tables[[request.slot for request in decode]]
-        order = neighbours(tables)
+        slots = np.array([request.slot for request in decode])
+        order = neighbours(block_tables[slots, 0])
         if order is None:
             return decode, []
         found = [decode[index] for index in order.tolist()]
         # The block that a step writes is its row's own.
         full = np.array([request.computed // self._block_size for request in found], np.int32)
-        groups = shared_groups(tables[order], full)
+        groups = shared_groups(block_tables[slots[order], : min(full.max(), MOST_BLOCKS)], full)
         return (found, groups) if groups else (decode, [])
 
     def _enter(self, chunk: Chunk) -> Entry | None:

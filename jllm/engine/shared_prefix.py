@@ -22,10 +22,9 @@ class SharedGroup(NamedTuple):
     num_blocks: int
 
 
-def neighbours(tables: Int32s) -> NDArray[np.int64] | None:
-    """The rows of tables (B, P) in an order that brings those together that begin with the same
-    block; None if no two do."""
-    first = tables[:, 0]
+def neighbours(first: Int32s) -> NDArray[np.int64] | None:
+    """The rows in an order that brings those together that have the same ``first`` block (B,);
+    None if no two do."""
     order = np.argsort(first, kind="stable")
     found = first[order]
     return order if (found[1:] == found[:-1]).any() else None
@@ -35,13 +34,14 @@ def shared_groups(tables: Int32s, full_blocks: Int32s) -> list[SharedGroup]:
     """Groups worth reading once, if together they spare enough; else none.
 
     Args:
-      tables: (B, P) block ids of the rows; what lies beyond a row's own is of no meaning.
+      tables: (B, P) block ids of the rows, as far as they are of interest; what lies beyond a
+        row's own is of no meaning.
       full_blocks: (B,) leading blocks of each row that it reads and does not write.
     """
-    width = min(int(full_blocks.max(initial=0)), MOST_BLOCKS)
+    width = tables.shape[1]
     if width == 0:
         return []
-    same = tables[1:, :width] == tables[:-1, :width]
+    same = tables[1:] == tables[:-1]
     common = np.where(same.all(axis=1), width, same.argmin(axis=1))
     common = np.minimum(common, np.minimum(full_blocks[1:], full_blocks[:-1])).tolist()
     groups, first, num_blocks = [], 0, 0
