@@ -20,22 +20,24 @@ from tests.kernels.sampling_problems import mixed_rows
 
 pytestmark = pytest.mark.aot
 
-# Dtypes differ in what fits, so in the largest size, and in reading one that is no power of two.
-SIZES = [
-    *((dim, "bfloat16") for dim in (64, 80, 96, 128, 256)),
-    *((dim, dtype) for dim in (80, 256) for dtype in ("float16", "float32")),
-]
+SIZES = [(dim, t) for dim in (64, 80, 96, 128, 256) for t in ("bfloat16", "float16", "float32")]
+# For options of a kernel: other dtypes differ from bfloat16 in what fits, so in the largest size,
+# and in reading one that is no power of two.
+FEWER = [(dim, dtype) for dim, dtype in SIZES if dtype == "bfloat16" or dim in (80, 256)]
 
 
 def spec(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize(("dim", "dtype"), SIZES)
 @pytest.mark.parametrize(
-    ("window", "parts", "normed", "shares"),
-    [(None, 4, False, False), (100, 1, True, False), (None, 1, False, True)],
-    ids=["plain", "window and norms", "shared prefixes"],
+    ("window", "parts", "normed", "shares", "dim", "dtype"),
+    [
+        *((None, 4, False, False, *size) for size in SIZES),
+        *((None, 1, True, True, *size) for size in FEWER),
+        (100, 1, True, False, 128, "bfloat16"),
+        (100, 1, True, False, 80, "float32"),
+    ],
 )
 def test_decode(
     window: int | None, parts: int, normed: bool, shares: bool, dim: int, dtype: str
@@ -63,9 +65,12 @@ def test_decode(
     assert memory.temp_size_in_bytes < cache_bytes
 
 
-@pytest.mark.parametrize(("dim", "dtype"), SIZES)
-@pytest.mark.parametrize("tokens", [32, 4096])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "dtype"),
+    [*((32, *size) for size in SIZES), *((4096, *size) for size in FEWER)],
+)
 def test_prefill(tokens: int, dim: int, dtype: str) -> None:
+    """Few tokens are cut into parts, which a kernel merges."""
     q, kv, tables, lens = inputs(4, dim, dtype)
     q = spec(tokens, *q.shape[1:], dtype=dtype)
 
