@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+OF_THE_TESTS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+
 PROGRAM = """
 import collections, json
 import jax, jllm
@@ -36,8 +38,12 @@ print(json.dumps(jax.config.jax_compilation_cache_dir))
 
 
 def run(program: str, home: Path, **variables: str) -> Any:
-    """What a program prints that keeps its files in ``home``."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(home), **variables}
+    """What a program prints that keeps its files in ``home``, and not where the tests do."""
+    env = {
+        **{name: value for name, value in os.environ.items() if name not in OF_THE_TESTS},
+        "XDG_CACHE_HOME": str(home),
+        **variables,
+    }
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )

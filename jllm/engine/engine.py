@@ -36,7 +36,7 @@ from jllm.engine.runner import Dispatched, Results, Runner
 from jllm.engine.scheduler import MustDrain, Schedule, Scheduler
 from jllm.engine.stats import EngineStats, PeriodicLog, StepClock
 from jllm.engine.warm_up import warm_up
-from jllm.kernels.launches import shared_tile_rows
+from jllm.models.attention import shared_tile_rows
 from jllm.models.sampler import SamplerSpec
 from jllm.outputs import RequestOutput
 from jllm.parallel.mesh import Mesh

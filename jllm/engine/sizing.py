@@ -10,7 +10,7 @@ from jllm.config import EngineConfig, ModelConfig
 from jllm.engine.batch import LEAST_SHARING
 from jllm.engine.step import PROMPT_CHUNK
 from jllm.gpu_memory import memory_fraction
-from jllm.kernels.launches import shared_tile_rows
+from jllm.models.attention import shared_tile_rows
 from jllm.models.logit_rules import bytes_per_slot
 from jllm.roofline import weight_bytes
 

@@ -35,9 +35,8 @@ from jllm.engine.batch import (
     offsets,
     sample_fields,
 )
-from jllm.kernels.tiles import SharedTiles
 from jllm.models import attention, vocab
-from jllm.models.attention import Rows, cut_rows, locate_tokens
+from jllm.models.attention import Rows, SharedTiles, cut_rows, locate_tokens
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
 from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jllm.kernels import triton_call
-from jllm.kernels.tiles import SharedTiles, Tiles, decode_tiles, owner, prefill_tiles
+from jllm.kernels.launches import shared_tile_rows as shared_tile_rows  # for the engine
+from jllm.kernels.tiles import SharedTiles as SharedTiles  # for the engine
+from jllm.kernels.tiles import Tiles, decode_tiles, owner, prefill_tiles
 from jllm.models.layers import apply_rope, rms_norm, total
 
 Array = jax.Array

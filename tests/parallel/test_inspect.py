@@ -127,8 +127,8 @@ def test_bytes_over_the_link_are_those_of_a_ring() -> None:
 
 def test_asynchronous_and_combined_collectives_are_counted_once() -> None:
     program = """
-  %s = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%x), to_apply=%add, metadata={op_name="jit(f)/layer3/mlp/psum"}
-  %d = bf16[4,8]{1,0} all-reduce-done(%s), metadata={op_name="jit(f)/layer3/mlp/psum"}
+  %s = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%x), to_apply=%add, metadata={op_name="jit(f)/layer3/jit(block)/mlp/psum"}
+  %d = bf16[4,8]{1,0} all-reduce-done(%s), metadata={op_name="jit(f)/layer3/jit(block)/mlp/psum"}
   %g = (s32[2,4]{1,0}, pred[16]{0}) all-gather(%a, %b), dimensions={0}
   %p = f32[4,8]{1,0} all-reduce(%x), to_apply=%region_1.2_promoted
   %f = bf16[4,8]{1,0} fusion(%d), metadata={op_name="all-reduce(no)"}
@@ -147,8 +147,9 @@ def test_70b_on_eight_h200s_takes_what_was_computed_by_hand() -> None:
     norms = 161 * 8192
     assert found.memory.weights == 2 * (split_weights // 8 + norms)
     assert found.memory.token == 2 * 80 * 128 * 2  # keys and values, layers, head dim, bytes
-    free = 0.9 * 0.75 * 150.111e9 - found.memory.weights - 3 * 2**30
-    assert found.memory.tokens == pytest.approx(free / 40_960, rel=1e-4)
+    # The rest, but for what a step needs (tests/aot/test_sizing.py).
+    free = 0.9 * 150.111e9 - found.memory.weights
+    assert 1e9 < free - found.memory.tokens * 40_960 < 2e9
     time = found.decode.time
     assert time.matmuls == pytest.approx(2 * (80 * layer + 128_256 * 8192) / 8 / 4.4e12)
     assert time.attention == pytest.approx(64 * 2048 * 40_960 / 4.4e12)
