@@ -32,7 +32,7 @@ from jllm.engine.batch import SHARED_FIELDS
 from jllm.engine.shared_prefix import SharedGroup, fill_tiles
 from jllm.kernels.launches import shared_tile_rows
 from jllm.kernels.tiles import SharedTiles
-from jllm.models.attention import Rows, attend, cut_rows, locate_tokens
+from jllm.models.attention import Chunks, Rows, attend, cut_rows, locate_tokens
 
 EMBED, HEADS, GROUP, DIM, BLOCK = 4096, 8, 4, 128, 16
 NUM_BLOCKS = 33_000  # 2.2 GB of keys and values
@@ -100,7 +100,6 @@ def call_of(
     # At least as many as make the cut, which a model works out for all its layers, cheap.
     least = 2 if case.prefill else 12
     count = int(np.clip(ROTATE_BYTES // (sum(case.lens) * TOKEN_BYTES), least, 16))
-    starts = jnp.arange(case.prefill + 1, dtype=jnp.int32) * case.queries
     lens = jnp.asarray(case.lens, jnp.int32)
     own = [n - case.shared for n in case.lens]
     common = case.shared // BLOCK
@@ -111,7 +110,10 @@ def call_of(
         same = np.repeat(table[:1, :common], len(own), axis=0)
         tables.append(jnp.asarray(np.concatenate([same, table[1:, :width]], axis=1)))
     shared = shared_tiles(len(own), common) if case.sharing else None
-    num_queries, num_decode = case.num_queries, case.num_decode
+    num_queries, chunks = case.num_queries, None
+    if case.prefill:
+        starts = np.cumsum([0] + [1] * case.num_decode + [case.queries] * case.prefill)
+        chunks = Chunks(jnp.asarray(starts, jnp.int32), jnp.asarray([case.num_decode], jnp.int32))
     parts = projection(num_queries, EMBED, HEADS * (GROUP + 2) * DIM, jnp.bfloat16)
     qkv = jax.random.normal(jax.random.key(0), parts.shape, parts.dtype)
     qkv = qkv.reshape(-1, num_queries, HEADS, GROUP + 2, DIM)
@@ -122,13 +124,10 @@ def call_of(
     ) -> tuple[jax.Array, list[jax.Array]]:
         rope = jnp.cos(angles), jnp.sin(angles)
         shape, found = (num_queries, HEADS, GROUP, DIM), []
-        rows = Rows(tables[0], lens, starts, shared)
-        cuts = cut_rows(shape, kv.dtype, rows, num_decode, None)
+        cuts = cut_rows(shape, kv.dtype, Rows(tables[0], lens, chunks, shared), None)
         options = dict(window=None, scale=DIM**-0.5, eps=1e-6)
         for table in tables:
-            slots = locate_tokens(
-                Rows(table, lens, starts), num_decode, num_queries - num_decode, BLOCK
-            ).slot
+            slots = locate_tokens(Rows(table, lens, chunks), num_queries, BLOCK).slot
             out, kv = attend(qkv, None, rope, slots, kv, table, cuts, **options)
             found.append(out)
         return kv, found

@@ -45,14 +45,13 @@ class Host:
                 max_num_batched_tokens=8192,
                 max_model_len=4096,
                 num_kv_blocks=60_000,
-                max_prefill_seqs=64,
             ),
             ModelConfig.preset("llama-3.1-8b"),
             bytes_per_value=2,
             memory=None,
         )
         assert c.num_kv_blocks and c.max_num_seqs and c.max_num_batched_tokens
-        assert c.max_prefill_seqs and c.max_model_len
+        assert c.max_model_len
         buckets = Buckets.of(c)
         self.scheduler = Scheduler(
             RadixCache(BlockPool(c.num_kv_blocks), c.block_size),
@@ -61,7 +60,6 @@ class Host:
             block_size=c.block_size,
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
-            max_prefill_seqs=c.max_prefill_seqs,
             max_prefill_tokens=c.max_num_batched_tokens,
             table_width=buckets.table_width,
         )

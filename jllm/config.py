@@ -240,8 +240,9 @@ class EngineConfig:
         Of a GPU JAX takes 0.95, or 0.75 if it was started before jllm was imported, or what
         ``XLA_CLIENT_MEM_FRACTION`` says; no more than that is used.
       decode_buckets: row counts that decode steps are padded to, ascending.
-      prefill_buckets: token counts that prefill chunks are padded to, ascending.
-      max_prefill_seqs: prompts that may be prefilled in one step (8 on a CPU, 64 on a GPU).
+      prefill_buckets: token counts that steps with prompts, or chunks of them, are padded to,
+        ascending. The one token of each running request counts too, but that the prompts' may
+        fill the largest.
       prefix_cache: ``radix`` shares the KV of equal prefixes between requests, running and past;
         ``naive`` shares nothing.
       preemption: what becomes of the KV of a request that must give way when blocks run out:
@@ -267,7 +268,6 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
-    max_prefill_seqs: int | None = None
     prefix_cache: Literal["radix", "naive"] = "radix"
     preemption: Literal["recompute", "swap"] = "recompute"
     swap_space_gib: float = 4.0
@@ -279,7 +279,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         optional = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kv_blocks")
-        for name in (*optional, "max_prefill_seqs", "decode_repeats"):
+        for name in (*optional, "decode_repeats"):
             if getattr(self, name) is not None:
                 _positive_int("EngineConfig", **{name: getattr(self, name)})
         _positive_int("EngineConfig", block_size=self.block_size)

@@ -1,4 +1,8 @@
-"""Attention of a mixed batch: decode rows by one kernel, chunks of prompts by others."""
+"""Attention of a mixed batch: decode rows by one kernel, chunks of prompts by others.
+
+Where the chunks' tokens begin is known on the device only, so that steps of any mixture are one
+program: both see all tokens and rows, and leave the other's alone.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,17 @@ Array = jax.Array
 
 
 class Cuts(NamedTuple):
-    """How a step's decode rows and chunks are cut; None where there are none."""
+    """How a step's rows are cut.
 
-    decode: DecodeCut | None
+    Attributes:
+      decode: of the decode rows; to it other rows are padding.
+      prefill: of the chunks; None in a step without.
+      first: (1,) int32, the first token of a chunk; None in a step without.
+    """
+
+    decode: DecodeCut
     prefill: PrefillCut | None
+    first: Array | None
 
 
 def attend(
@@ -34,15 +45,9 @@ def attend(
     eps: float,
 ) -> tuple[Array, Array]:
     """``models.attention.attend`` with block tables (B, P) and the cuts for them."""
-    out, num_decode = None, 0
     options: dict[str, Any] = dict(window=window, scale=scale)
-    if cuts.decode is not None:
-        num_decode = len(cuts.decode.context_lens)
-        out, kv = attend_rows(
-            qkv, norms, rope, slots, kv, tables[:num_decode], cuts.decode, **options, eps=eps
-        )
+    out, kv = attend_rows(qkv, norms, rope, slots, kv, tables, cuts.decode, **options, eps=eps)
     if cuts.prefill is not None:
-        q, kv = enter_qkv(qkv, norms, rope, slots, kv, eps, first=num_decode)
-        out = attend_chunks(q, kv, tables[num_decode:], cuts.prefill, out, **options)
-    assert out is not None
+        q, kv = enter_qkv(qkv, norms, rope, slots, kv, eps, cuts.first)
+        out = attend_chunks(q, kv, tables, cuts.prefill, out, **options)
     return out, kv

@@ -51,7 +51,17 @@ def cut_prefill(
     window: int | None,
     launch: AttentionLaunch | None = None,
 ) -> PrefillCut:
-    """The cut of chunks of rows' tokens, q (T, K, G, D), each the last of its row's context."""
+    """The cut of chunks of rows' tokens.
+
+    Args:
+      shape: (T, K, G, D), of all queries.
+      dtype: of queries, keys and values.
+      query_start: (B + 1,) int32, the first token of each row and the end; those before the first
+        row's and from the end on belong to no row.
+      context_lens: (B,) int32; a row's tokens are the last of its context.
+      window: tokens a query sees, itself included; None for all.
+      launch: how the kernel is launched; for tests and tuning.
+    """
     num_tokens, heads, group, _ = shape
     launch = launch or prefill_launch(dtype)
     launch = launch._replace(rows=max(launch.rows, triton.next_power_of_2(group)))
@@ -59,15 +69,16 @@ def cut_prefill(
     tiles = prefill_tiles(query_start, context_lens, num_tokens, size)
     begins = first_seen(tiles.position, window, launch.context)
     ends = jnp.where(tiles.length > 0, tiles.position + tiles.length, begins)
-    # A few tiles would leave most of the GPU idle: then contexts are cut.
-    programs = (launch.programs - len(begins) * heads) // heads
-    if programs <= 0:
+    # Fewer tiles than half the programs would leave most of the GPU idle: then contexts are cut.
+    programs = launch.programs // heads - num_tokens // size
+    if programs < num_tokens // size:
         return PrefillCut(tiles, whole(begins, ends), size, launch)
     parts = cut(begins, ends, step=launch.context, programs=programs, least=launch.least)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     tile = jnp.minimum(owner(tiles.token + tiles.length, token), len(begins) - 1)
-    query = jnp.minimum(token - tiles.token[tile], size - 1)
-    merge = Merge(parts.first[tile], parts.number[tile], query)
+    query = jnp.clip(token - tiles.token[tile], 0, size - 1)
+    number = jnp.where(token < query_start[0], 0, parts.number[tile])
+    merge = Merge(parts.first[tile], number, query)
     return PrefillCut(tiles, parts, size, launch, merge)
 
 
@@ -76,7 +87,7 @@ def attend_chunks(
     kv: Array,
     tables: Array,
     cut: PrefillCut,
-    out: Array | None,
+    out: Array,
     *,
     window: int | None,
     scale: float,
@@ -86,7 +97,7 @@ def attend_chunks(
     Args:
       q: (T, K, G, D); kv: (N, 2, K, S, D); tables: (B, P) int32.
       cut: from ``cut_prefill``, for the same window.
-      out: (R + T, K, G, D), whose last T rows are written, in place; None if there are no others.
+      out: (T, K, G, D), where the queries of the cut's rows are written, in place.
       window: tokens a query sees, itself included; None for all.
       scale: factor on the scores.
 
@@ -96,16 +107,19 @@ def attend_chunks(
     heads, group, dim = q.shape[1:]
     tiles, parts, launch = cut.tiles, cut.parts, cut.launch
     num_parts = len(parts.tile)
-    first_row = 0 if out is None else len(out) - len(q)
     split = cut.merge is not None
     alone = (parts.number == 1).astype(jnp.int32)[parts.tile]
     shape = (num_parts, cut.size, heads, group) if split else (1, 1, 1, 1)
     partial_type = jax.ShapeDtypeStruct((*shape, dim), jnp.float32)
     lse_type = jax.ShapeDtypeStruct(shape, jnp.float32)
     given: tuple[Any, ...] = (q, kv, tables, parts.tile, parts.begin, parts.end, alone)
-    given = (*given, tiles.row, tiles.token, tiles.position, tiles.length, first_row)
-    options: dict[str, Any] = dict(
+    given = (*given, tiles.row, tiles.token, tiles.position, tiles.length)
+    (partial, lse), (out,) = triton_call(
+        *given,
+        out,
         kernel=prefill_kernel,
+        out_type=(partial_type, lse_type),
+        in_place=[len(given)],
         grid=(num_parts, heads),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -123,28 +137,16 @@ def attend_chunks(
         CONTEXT=launch.context,
         DIM_PADDED=triton.next_power_of_2(dim),
     )
-    if out is None:
-        out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        types = (out_type, partial_type, lse_type)
-        out, partial, lse = triton_call(*given, out_type=types, **options)
-    else:
-        (partial, lse), (out,) = triton_call(
-            *given, out, out_type=(partial_type, lse_type), in_place=[len(given)], **options
-        )
-    assert out is not None
-    if cut.merge is None:
-        return out
-    return _merged(out, partial, lse, cut.merge)
+    return out if cut.merge is None else _merged(out, partial, lse, cut.merge)
 
 
 def _merged(out: Array, partial: Array, lse: Array, merge: Merge) -> Array:
-    """``out`` (R + T, K, G, D) with the queries of several parts filled in."""
-    heads, group, dim = out.shape[1:]
-    num_queries = len(merge.first)
+    """``out`` (T, K, G, D) with the queries of several parts filled in."""
+    num_queries, heads, group, dim = out.shape
     # Parts read at once: what a query has if all have as many.
     num_parts, size = partial.shape[:2]
     each = triton.next_power_of_2(max(4, min(64, num_parts * size // num_queries)))
-    given = (partial, lse, *merge, len(out) - num_queries)
+    given = (partial, lse, *merge)
     _, (merged,) = triton_call(
         *given,
         out,

@@ -22,9 +22,8 @@ def prefill_kernel(
     token_ptr,  # (M,) int32: its first query
     position_ptr,  # (M,) int32: position of that query
     length_ptr,  # (M,) int32: its queries
-    first_row,  # of the output
     # outputs
-    out_ptr,  # (first_row + T, K, G, D)
+    out_ptr,  # (T, K, G, D)
     partial_ptr,  # (X, Q, K, G, D) float32
     lse_ptr,  # (X, Q, K, G) float32: base-2 log of a part's sum of weights
     # sizes
@@ -98,8 +97,7 @@ def prefill_kernel(
         tl.store(partial_at, acc, mask=partial[:, None] & (dim < DIM)[None, :])
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(lse_ptr + part_place, lse, mask=partial)
-    out_place = q_place + first_row * HEADS * GROUP
-    out_at = out_ptr + out_place[:, None] * DIM + dim[None, :]
+    out_at = out_ptr + q_place[:, None] * DIM + dim[None, :]
     real = (query < finished)[:, None] & (dim < DIM)[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
 
@@ -111,8 +109,7 @@ def merge_kernel(
     first_ptr,  # (T,) int32: first part of each query's tile
     count_ptr,  # (T,) int32: its parts
     query_ptr,  # (T,) int32: its place in the tile
-    first_row,  # of the output
-    out_ptr,  # (first_row + T, K, G, D), in place: queries of one part are there already
+    out_ptr,  # (T, K, G, D), in place: queries of one part are there already
     HEADS: tl.constexpr,  # K
     GROUP: tl.constexpr,  # G
     DIM: tl.constexpr,  # D
@@ -145,6 +142,6 @@ def merge_kernel(
         total = total * keep + tl.sum(weights, axis=0)
         acc = acc * keep + tl.sum(x * weights[:, None], axis=0)
         best = new_best
-    out_place = (first_row + token).to(tl.int64) * HEADS * GROUP + place
+    out_place = token.to(tl.int64) * HEADS * GROUP + place
     out_at = out_ptr + out_place * DIM + dim
     tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=dim < DIM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import triton
 
 from jllm.kernels.rope_kernels import rope_kernel
@@ -18,10 +19,10 @@ def enter_qkv(
     slots: Array,
     kv: Array,
     eps: float,
-    first: int = 0,
+    first: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Rotated queries (T - first, K, G, D) of the tokens from ``first`` on, and the cache (N, 2, K,
-    S, D) with their keys and values, in place.
+    """Rotated queries (T, K, G, D), and the cache (N, 2, K, S, D) with the keys and values of their
+    tokens, in place.
 
     Args:
       qkv: (P, T, K, G + 2, D) parts of the projection.
@@ -30,11 +31,13 @@ def enter_qkv(
       slots: (T,) int32 cache slots; those of padding are in the scratch block.
       kv: the layer's cache.
       eps: of the norms.
-      first: tokens before it are left out.
+      first: (1,) int32; tokens before it are left out, their queries undefined. None leaves out
+        none.
     """
     parts, tokens, heads, wide, dim = qkv.shape
     cos, sin = rope
     q_norm, k_norm = norms or (cos, cos)  # never read without norms
+    first = jnp.zeros(1, jnp.int32) if first is None else first
     q, (kv,) = triton_call(
         qkv,
         q_norm,
@@ -43,12 +46,12 @@ def enter_qkv(
         sin,
         slots,
         kv,
-        tokens,
         first,
+        tokens,
         kernel=rope_kernel,
-        out_type=jax.ShapeDtypeStruct((tokens - first, heads, wide - 2, dim), kv.dtype),
+        out_type=jax.ShapeDtypeStruct((tokens, heads, wide - 2, dim), kv.dtype),
         in_place=[6],
-        grid=(tokens - first, heads),
+        grid=(tokens, heads),
         num_warps=1,
         num_stages=1,
         HEADS=heads,

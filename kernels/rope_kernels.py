@@ -55,9 +55,9 @@ def rope_kernel(
     sin_ptr,  # (T, D / 2) float32
     slots_ptr,  # (T,) int32: cache slot of each token
     kv_ptr,  # (N, 2, K, S, D), in place
+    first_ptr,  # (1,) int32: tokens before it are not for this kernel
     T,
-    first_token,  # those before are not for this kernel
-    q_ptr,  # (T - first_token, K, G, D)
+    q_ptr,  # (T, K, G, D)
     HEADS: tl.constexpr,  # K
     GROUP: tl.constexpr,  # G
     DIM: tl.constexpr,  # D
@@ -69,8 +69,9 @@ def rope_kernel(
     DIM_PADDED: tl.constexpr,
 ):
     """One token and KV head: adds up the parts, normalises and rotates q and k, writes k and v."""
-    index, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = index + first_token
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if token < tl.load(first_ptr):
+        return
     element: tl.constexpr = q_ptr.dtype.element_ty
     stride = T * HEADS * (GROUP + 2) * DIM
     qkv_at = qkv_ptr + (token * HEADS + head) * (GROUP + 2) * DIM
@@ -83,7 +84,7 @@ def rope_kernel(
         qkv_at + row * DIM, is_q, stride, q_norm_ptr, cos_at, sin_at,
         DIM, PARTS, NORM, EPS, DIM_PADDED, element,
     )  # fmt: skip
-    q_at = q_ptr + ((index * HEADS + head) * GROUP + row)[:, None] * DIM + dim[None, :]
+    q_at = q_ptr + ((token * HEADS + head) * GROUP + row)[:, None] * DIM + dim[None, :]
     tl.store(q_at, q, mask=is_q[:, None] & inside[None, :])
 
     one = tl.arange(0, 1)

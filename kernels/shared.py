@@ -77,7 +77,7 @@ def attend_shared(
     never = jnp.zeros_like(parts.tile)  # no part is all of a row's attention
     shape = (num_parts, cut.size, heads, group)
     given: tuple[Any, ...] = (q, kv, tables, parts.tile, parts.begin, parts.end, never)
-    given = (*given, tiles.row, tiles.row, tiles.row, tiles.length, 0)
+    given = (*given, tiles.row, tiles.row, tiles.row, tiles.length)
     _, partial, lse = triton_call(
         *given,
         kernel=prefill_kernel,

@@ -64,7 +64,7 @@ def decode_tiles(context_lens: Array) -> Tiles:
 
 
 def prefill_tiles(query_start: Array, context_lens: Array, num_tokens: int, size: int) -> Tiles:
-    """Cuts each row's queries into tiles of ``size``: at most T // Q + Bp of them.
+    """Cuts each row's queries into tiles of ``size``: at most T // Q + B of them.
 
     query_start [0, 4, 6] with size 3 gives tiles of tokens [0 1 2] [3] [4 5] and padding.
     """

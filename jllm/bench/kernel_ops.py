@@ -19,7 +19,7 @@ from jax import lax
 from jllm.bench.block_ops import enter_case, gemms, head_case, norm_case, projection
 from jllm.bench.case import EXACT, Args, Case, relative_error
 from jllm.config import ModelConfig
-from jllm.models.attention import Rows, attend, cut_rows, locate_tokens, rotated
+from jllm.models.attention import Chunks, Rows, attend, cut_rows, locate_tokens, rotated
 from jllm.models.layers import rope_tables, total
 from jllm.models.rng import gumbel_rows
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, sample
@@ -60,13 +60,16 @@ def attention(
         qkv = qkv.reshape(-1, tokens, k_heads, group + 2, dim)
         norms = jax.random.normal(e, (2, dim), dtype) if c.qk_norm else None
         tables = 1 + jax.random.permutation(d, blocks).reshape(len(lengths), width)
-        starts = jnp.asarray([0, chunk] if chunk else [0], jnp.int32)
-        rows = Rows(tables.astype(jnp.int32), jnp.asarray(lengths, jnp.int32), starts)
+        chunks = None
+        if chunk:
+            starts = jnp.asarray([*range(batch + 1), tokens], jnp.int32)
+            chunks = Chunks(starts, jnp.asarray([batch], jnp.int32))
+        rows = Rows(tables.astype(jnp.int32), jnp.asarray(lengths, jnp.int32), chunks)
         return (kv, out), qkv, None if norms is None else (norms[0], norms[1]), rows
 
     def op(state: Any, qkv: jax.Array, norms: Any, rows: Rows) -> Any:
-        where = locate_tokens(rows, batch, chunk, block_size)
-        cuts = cut_rows((tokens, k_heads, group, dim), dtype, rows, batch, window)
+        where = locate_tokens(rows, tokens, block_size)
+        cuts = cut_rows((tokens, k_heads, group, dim), dtype, rows, window)
         given = (qkv, norms, rope_tables(c, where.position), where.slot, state[0])
         options = dict(window=window, scale=scale, eps=eps)
         out, kv = attend(*given, rows.block_tables, cuts, **options)
@@ -75,7 +78,7 @@ def attention(
 
     def error(args: Args, out: Any) -> float:
         _, qkv, norms, rows = args
-        where = locate_tokens(rows, batch, chunk, block_size)
+        where = locate_tokens(rows, tokens, block_size)
         q, _, _ = rotated(total(qkv, dtype)[None], norms, rope_tables(c, where.position), eps)
         got, want = [], []
         for row in [*range(min(batch, CHECKED_ROWS)), *([batch] if chunk else [])]:

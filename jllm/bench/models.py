@@ -47,7 +47,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=positive)
     group.add_argument("--max-num-batched-tokens", type=positive)
     group.add_argument("--max-model-len", type=positive, help="instead of what each row prescribes")
-    group.add_argument("--max-prefill-seqs", type=positive)
     group.add_argument("--num-kv-blocks", type=positive)
     group.add_argument("--gpu-memory-utilization", type=float)
     group.add_argument("--decode-buckets", type=int_list, metavar="N,N")
@@ -105,7 +104,6 @@ def chosen_hardware(
 ENGINE_FIELDS = (
     "max_num_seqs",
     "max_num_batched_tokens",
-    "max_prefill_seqs",
     "num_kv_blocks",
     "gpu_memory_utilization",
     "decode_buckets",

@@ -120,7 +120,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     done("weights")
     engine = Engine(model.params, engine_config(options, model.params.config))
     done("engine")
-    num_buckets = len(Buckets.of(engine.config).all_specs())
+    buckets = Buckets.of(engine.config)
     compiled = engine.warm_up([SamplerSpec()])
     if options.samplers == "all":
         compiled += engine.warm_up()
@@ -135,10 +135,10 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": clock() - began,
         "parts_s": parts,
-        "buckets": num_buckets,
+        "buckets": len(buckets.all_specs()),
         "programs": compiled,
         "compiles_after_warm_up": late,
-        "padding": padding(engine.config.decode_buckets or (), engine.config.prefill_buckets or ()),
+        "padding": padding(buckets.decode, buckets.mixed),
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "dtype": str(model.params.dtype),
@@ -146,7 +146,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def padding(decode: Sequence[int], prefill: Sequence[int]) -> dict[str, dict[str, float]]:
+def padding(decode: Sequence[int], mixed: Sequence[int]) -> dict[str, dict[str, float]]:
     """Mean share of a bucket that is padding, if every size up to it is equally likely.
 
     A bucket b after a smaller one a holds sizes a + 1 to b, on average (a + 1 + b) / 2.
@@ -157,7 +157,7 @@ def padding(decode: Sequence[int], prefill: Sequence[int]) -> dict[str, dict[str
         pairs = zip(lower, sizes, strict=True)
         return {str(b): 1 - (a + 1 + b) / 2 / b for a, b in pairs}
 
-    return {"decode": waste(decode), "prefill": waste(prefill)}
+    return {"decode": waste(decode), "mixed": waste(mixed)}
 
 
 def _add_rows(result: Result, kind: str, measured: dict[str, Any]) -> None:

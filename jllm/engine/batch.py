@@ -35,23 +35,18 @@ class StepSpec:
     """The static sizes of a step; each distinct spec is one compiled program.
 
     Attributes:
-      num_decode: decode rows, padding included.
-      num_prefill: prefill tokens, padding included.
-      prefill_rows: rows of prefill chunks, padding included; 0 when num_prefill is.
+      num_rows: B, rows, padding included.
       table_width: P, blocks in a block table.
+      num_tokens: T, tokens of a step in which some row has a chunk of its prompt, padding
+        included; None for a step of decode rows alone, a token each.
       shared_tiles: tiles of decode rows that share the start of their contexts, padding included;
         0 for a step that does not look for them.
     """
 
-    num_decode: int
-    num_prefill: int
-    prefill_rows: int
+    num_rows: int
     table_width: int
+    num_tokens: int | None = None
     shared_tiles: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_decode + self.prefill_rows
 
 
 class Field(NamedTuple):
@@ -64,13 +59,17 @@ class Field(NamedTuple):
 
 def forward_fields(spec: StepSpec) -> tuple[Field, ...]:
     """The plan of the model's forward pass, see ``models.attention.Rows`` and
-    ``kernels.tiles.SharedTiles``. ``slots`` are rows of the device's token table."""
-    sizes = (spec.shared_tiles,) * 3 + (spec.num_decode,)
-    shared = tuple(Field(name, (n,)) for name, n in zip(SHARED_FIELDS, sizes, strict=True))
+    ``kernels.tiles.SharedTiles``. ``slots`` are rows of the device's token table; ``tokens`` those
+    of chunks, at their places."""
+    extra: tuple[Field, ...] = ()
+    if spec.shared_tiles:
+        sizes = (spec.shared_tiles,) * 3 + (spec.num_rows,)
+        extra = tuple(Field(name, (n,)) for name, n in zip(SHARED_FIELDS, sizes, strict=True))
+    if spec.num_tokens is not None:
+        starts = Field("query_start", (spec.num_rows + 1,))
+        extra += (Field("tokens", (spec.num_tokens,)), starts, Field("num_decode", (1,)))
     return (
-        *(shared if spec.shared_tiles else ()),
-        Field("prefill_tokens", (spec.num_prefill,)),
-        Field("query_start", (spec.prefill_rows + 1,)),
+        *extra,
         Field("context_lens", (spec.num_rows,)),
         Field("slots", (spec.num_rows,)),
         Field("block_tables", (spec.num_rows, spec.table_width)),
@@ -124,69 +123,58 @@ def pack(fields: tuple[Field, ...]) -> tuple[Int32s, dict[str, NDArray[Any]]]:
 class Buckets:
     """The sizes that steps are padded to, so that few programs serve every batch.
 
-    A step without prefill takes the smallest of ``decode`` that holds its rows. One with prefill
-    takes the smallest of ``prefill`` for its tokens, and one of two of the decode buckets or none:
-    padding rows are cheap beside a chunk, and programs are the product of both. Steps without
-    prefill whose rows share much of their contexts have programs of their own, if ``shares``.
+    A step of decode rows alone takes the smallest of ``decode`` that holds them; if its rows share
+    much of their contexts, a program of its own, given that ``shares``. One with chunks of prompts
+    takes the smallest of ``mixed`` that holds all its tokens, and has as many rows as there can be:
+    a row of padding costs next to nothing beside a chunk.
     """
 
     decode: tuple[int, ...]
-    prefill: tuple[int, ...]
-    prefill_rows: int
+    mixed: tuple[int, ...]
     table_width: int
     shares: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> Buckets:
         """The buckets of a config whose fields are all resolved."""
-        assert config.decode_buckets and config.prefill_buckets and config.max_prefill_seqs
-        assert config.max_model_len
+        assert config.decode_buckets and config.prefill_buckets and config.max_model_len
+        most = config.prefill_buckets[-1] + config.decode_buckets[-1]
         return cls(
             decode=config.decode_buckets,
-            prefill=config.prefill_buckets,
-            prefill_rows=config.max_prefill_seqs,
+            mixed=(*config.prefill_buckets, most),
             table_width=_round_up(-(-config.max_model_len // config.block_size), ALIGNMENT),
             shares=bool(config.shared_attention),
         )
-
-    @property
-    def mixed_decode(self) -> tuple[int, ...]:
-        """Decode rows of steps with prefill: none, a quarter of the most, the most."""
-        largest = self.decode[-1]
-        return (0, *(n for n in self.decode if n == largest or n == largest // 4 >= 16))
 
     @property
     def shared(self) -> tuple[int, ...]:
         """Decode buckets of steps whose rows share much of their contexts."""
         return tuple(n for n in self.decode if n >= LEAST_SHARED_BUCKET) if self.shares else ()
 
-    def shared_spec(self, num_decode: int) -> StepSpec:
+    def decode_spec(self, num_rows: int) -> StepSpec:
+        """The spec of a step of so many decode rows."""
+        return StepSpec(_fit(self.decode, num_rows), self.table_width)
+
+    def shared_spec(self, num_rows: int) -> StepSpec:
         """The spec of a step of so many decode rows, many of which share; a bucket must fit."""
         # The most tiles: of groups of 5 rows in tiles of 4.
-        size = _fit(self.shared, num_decode)
-        return StepSpec(size, 0, 0, self.table_width, size // 2)
+        size = _fit(self.shared, num_rows)
+        return StepSpec(size, self.table_width, shared_tiles=size // 2)
 
-    def spec(self, num_decode: int, num_prefill: int) -> StepSpec:
-        """The spec of a step with so many decode rows and prefill tokens."""
-        if num_prefill == 0:
-            return StepSpec(_fit(self.decode, num_decode), 0, 0, self.table_width)
-        return StepSpec(
-            _fit(self.mixed_decode, num_decode),
-            _fit(self.prefill, num_prefill),
-            self.prefill_rows,
-            self.table_width,
-        )
+    def mixed_spec(self, num_tokens: int) -> StepSpec:
+        """The spec of a step with chunks, of so many tokens in all."""
+        return StepSpec(self.decode[-1], self.table_width, _fit(self.mixed, num_tokens))
 
     def repeated_specs(self) -> list[StepSpec]:
         """The specs that may be repeated in one program."""
         limit = _fit((*self.decode, MOST_REPEATED_ROWS), MOST_REPEATED_ROWS)
-        return [self.spec(n, 0) for n in self.decode if n <= limit]
+        return [self.decode_spec(n) for n in self.decode if n <= limit]
 
     def all_specs(self) -> list[StepSpec]:
         """Every spec that a step can have, largest last."""
-        decode = [self.spec(n, 0) for n in self.decode]
-        decode += [self.shared_spec(n) for n in self.shared]
-        return decode + [self.spec(n, t) for t in self.prefill for n in self.mixed_decode]
+        specs = [self.decode_spec(n) for n in self.decode]
+        specs += [self.shared_spec(n) for n in self.shared]
+        return specs + [self.mixed_spec(n) for n in self.mixed]
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -80,7 +80,7 @@ class Engine:
         self._runner = Runner(params, config or EngineConfig(), mesh)
         self.config = c = self._runner.config
         assert c.num_kv_blocks and c.max_num_seqs and c.max_num_batched_tokens
-        assert c.max_prefill_seqs and c.prefill_buckets and c.max_model_len and c.decode_repeats
+        assert c.prefill_buckets and c.max_model_len and c.decode_repeats
         self.model_config = params.config
         self.tokenizer = params.tokenizer
         self._buckets = Buckets.of(c)
@@ -99,7 +99,6 @@ class Engine:
             block_size=c.block_size,
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
-            max_prefill_seqs=c.max_prefill_seqs,
             max_prefill_tokens=c.prefill_buckets[-1],
             table_width=self._buckets.table_width,
             decode_repeats=c.decode_repeats,

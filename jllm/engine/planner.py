@@ -62,7 +62,7 @@ class ScoredChunk(NamedTuple):
 
     request: Request
     position: int  # of the first token scored, in the prompt
-    offset: int  # of its score, among the step's prefill tokens
+    offset: int  # of its score, among the step's tokens
     length: int
 
 
@@ -70,7 +70,7 @@ class PromptPlan(NamedTuple):
     """The ``prompt_logprobs`` of a step."""
 
     num_top: int  # likeliest alternatives to report
-    targets: Int32s  # (T,): per prefill token the one that follows it, or 0
+    targets: Int32s  # (T,): per token the one that follows it, or 0
     chunks: list[ScoredChunk]
 
 
@@ -126,9 +126,12 @@ class Planner:
         groups: list[SharedGroup] = []
         if not prefill and schedule.repeats == 1:
             decode, groups = self._shared(decode, block_tables)
-        spec = self._buckets.spec(len(decode), schedule.num_prefill_tokens)
         if groups:
             spec = self._buckets.shared_spec(len(decode))
+        elif prefill:
+            spec = self._buckets.mixed_spec(len(decode) + schedule.num_prefill_tokens)
+        else:
+            spec = self._buckets.decode_spec(len(decode))
         forward, views = pack(forward_fields(spec))
         if groups:
             fill_tiles(views, groups, self._tile_rows, self._block_size)
@@ -140,21 +143,14 @@ class Planner:
         rows = [Row(index, request, True) for index, request in enumerate(decode)]
         entries: list[Entry] = []
 
-        start = 0
-        starts = views["query_start"]
-        tokens = views["prefill_tokens"]
-        for index, chunk in enumerate(prefill):
-            row, request = spec.num_decode + index, chunk.request
-            end = chunk.start + chunk.length
-            tokens[start : start + chunk.length] = request.tokens[chunk.start : end]
-            slots[row], lens[row] = request.slot, end
-            start += chunk.length
-            starts[index + 1] = start
-            rows.append(Row(row, request, chunk.samples))
+        if prefill:
+            _fill_chunks(views, len(decode), prefill)
+        for row, chunk in enumerate(prefill, len(decode)):
+            slots[row], lens[row] = chunk.request.slot, chunk.start + chunk.length
+            rows.append(Row(row, chunk.request, chunk.samples))
             entry = self._enter(chunk)
             if entry is not None:
                 entries.append(entry)
-        starts[len(prefill) + 1 :] = start
         views["slots"][:] = slots
         views["context_lens"][:] = lens
         np.take(block_tables, slots, axis=0, out=views["block_tables"])
@@ -177,7 +173,7 @@ class Planner:
             entries,
             self._processed(slots),
             [row for row in rows if row.samples and row.request.matcher] if structured else [],
-            _prompt_plan(prefill, spec.num_prefill),
+            _prompt_plan(len(decode), prefill, spec.num_tokens),
             schedule.repeats,
         )
 
@@ -187,7 +183,7 @@ class Planner:
         """The rows, those that share the start of their contexts together, and the groups of them
         that are worth reading once."""
         buckets = self._buckets.shared
-        if not buckets or self._buckets.spec(len(decode), 0).num_decode < buckets[0]:
+        if not buckets or self._buckets.decode_spec(len(decode)).num_rows < buckets[0]:
             return decode, []
         slots = np.array([request.slot for request in decode])
         order = neighbours(block_tables[slots, 0])
@@ -259,10 +255,27 @@ class Planner:
         return [Processed(processor, mask) for processor, mask in masks.items()]
 
 
-def _prompt_plan(prefill: list[Chunk], num_prefill: int) -> PromptPlan | None:
+def _fill_chunks(views: dict[str, Int32s], num_decode: int, prefill: list[Chunk]) -> None:
+    """Writes the chunks' tokens into a plan, and where each row's begin."""
+    starts, at = views["query_start"], num_decode
+    starts[:num_decode] = np.arange(num_decode)
+    for row, (request, start, length) in enumerate(prefill, num_decode):
+        starts[row] = at
+        views["tokens"][at : at + length] = request.tokens[start : start + length]
+        at += length
+    starts[num_decode + len(prefill) :] = at
+    views["num_decode"][:] = num_decode
+
+
+def _prompt_plan(
+    num_decode: int, prefill: list[Chunk], num_tokens: int | None
+) -> PromptPlan | None:
     """Which prompt tokens this step's hidden states predict, for requests that want to know."""
-    targets = np.zeros(num_prefill, np.int32)
-    chunks, offset, count = [], 0, 0
+    if not any(chunk.request.scores_prompt for chunk in prefill):
+        return None
+    assert num_tokens is not None
+    targets = np.zeros(num_tokens, np.int32)
+    chunks, offset, count = [], num_decode, 0
     for request, start, length in prefill:
         # The hidden state of position t gives token t + 1; the prompt's last gives no prompt token.
         end = min(start + length, request.num_prompt - 1)

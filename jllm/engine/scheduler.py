@@ -29,6 +29,7 @@ from jllm.engine.queue import Policy, WaitingQueue
 from jllm.engine.request import NO_SLOT, Request
 
 NO_TOKENS = np.empty(0, np.int32)
+MOST_DEFERRED = 64  # requests that a step passes over; each is compared with those being prefilled
 
 
 class Chunk(NamedTuple):
@@ -87,7 +88,6 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_prefill_seqs: int,
         max_prefill_tokens: int,
         table_width: int,
         decode_repeats: int = 1,
@@ -103,7 +103,6 @@ class Scheduler:
         self._swap_space = swap_space
         self._block_size = block_size
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_prefill_seqs = max_prefill_seqs
         self._max_prefill_tokens = max_prefill_tokens
         self._decode_repeats = decode_repeats
         self._free_slots = list(range(max_num_seqs))[::-1]
@@ -130,7 +129,7 @@ class Scheduler:
         budget = min(self._max_num_batched_tokens, self._max_prefill_tokens)
         if len(step.decode) < len(self.running):
             for request in self.running:
-                if budget > 0 and not request.decoding and not self._full(step):
+                if budget > 0 and not request.decoding:
                     budget -= self._add_chunk(step, request, budget)
         self._schedule_waiting(step, budget)
         if not step.prefill and not len(self.waiting):
@@ -228,9 +227,9 @@ class Scheduler:
         """Admits waiting requests in order, until one finds no slot or no blocks. One that should
         wait for a prefix that another is computing is passed over for this step."""
         deferred: list[Request] = []
-        while budget > 0 and self._free_slots and not self._full(step):
+        while budget > 0 and self._free_slots and len(deferred) < MOST_DEFERRED:
             request = self.waiting.first()
-            if request is None or len(deferred) == self._max_prefill_seqs:
+            if request is None:
                 break
             cached = self._match(request)
             if self._is_being_computed(request, len(cached)):
@@ -301,9 +300,6 @@ class Scheduler:
             step.prefill.append(Chunk(request, request.computed, length))
             return length
         return 0
-
-    def _full(self, step: Schedule) -> bool:
-        return len(step.prefill) >= self._max_prefill_seqs
 
     def _give_blocks(self, request: Request, blocks: Blocks) -> None:
         held = len(request.blocks)

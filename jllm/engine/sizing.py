@@ -72,10 +72,13 @@ def resolve(
             f"({max_num_seqs}) rows."
         )
     largest = config.prefill_buckets[-1] if config.prefill_buckets else batched
-    # On a GPU a token of padding costs as much as any other once there are hundreds.
-    fine = () if cpu else _powers(128, largest, 2)
-    sparse = _powers(min(32, largest), largest, 4)
-    prefill = config.prefill_buckets or tuple(sorted({*sparse, *fine}))
+    prefill = config.prefill_buckets
+    if prefill is None and cpu:
+        prefill = _powers(min(32, largest), largest, 4)
+    elif prefill is None:
+        # On a GPU a token of padding costs as much as any other once there are hundreds.
+        sizes = _powers(128, largest, 2)
+        prefill = tuple(sorted({*sizes, *(3 * n // 2 for n in sizes if 1024 <= n < largest)}))
     config = replace(
         config,
         max_num_seqs=max_num_seqs,
@@ -85,7 +88,6 @@ def resolve(
         decode_repeats=config.decode_repeats
         or (1 if cpu else _repeats(model, bytes_per_value, num_devices)),
         shared_attention=_shares(config, model, cpu),
-        max_prefill_seqs=min(config.max_prefill_seqs or (8 if cpu else 64), max_num_seqs),
     )
     one_block = block_bytes(config, model, bytes_per_value, num_devices)
     usable = max_num_seqs * -(-max_len // config.block_size)
@@ -123,9 +125,9 @@ def working_bytes(
       num_devices: that the model is split over.
     """
     c, m = config, model
-    assert c.max_num_seqs and c.max_prefill_seqs and c.decode_buckets and c.prefill_buckets
-    rows = c.decode_buckets[-1] + c.max_prefill_seqs
-    tokens = c.decode_buckets[-1] + c.prefill_buckets[-1]
+    assert c.max_num_seqs and c.decode_buckets and c.prefill_buckets
+    rows = c.decode_buckets[-1]
+    tokens = rows + c.prefill_buckets[-1]
     # Of a token, at the widest place of a layer: x, what is added to it, its norm; and the MLP's
     # inner values, before and after the gate, or what attention reads and gives.
     kv_heads = max(m.num_kv_heads, num_devices)

@@ -36,7 +36,7 @@ from jllm.engine.batch import (
     sample_fields,
 )
 from jllm.models import attention, vocab
-from jllm.models.attention import Rows, SharedTiles, cut_rows, locate_tokens
+from jllm.models.attention import Chunks, Rows, SharedTiles, cut_rows, locate_tokens
 from jllm.models.logit_rules import NO_TOKEN, RuleRows, Rules, apply_rules, unpack_bits
 from jllm.models.ops import serving_ops
 from jllm.models.sampler import Sampled, SamplerSpec, SamplingRows, token_logprobs
@@ -91,10 +91,10 @@ def forward(
       axis: the mesh axis that V, K and F are split over, if any; set by ``program``.
 
     Returns:
-      The cache, the token table with the prefill tokens entered, logits (B, V) float32 of the
-      last token of each row, and the final hidden states (num_prefill, E) of the prefill tokens.
-      The latter are for ``prompt_logprobs``; they are there anyway, and a variant without them
-      would be a second program for every prefill bucket.
+      The cache, the token table with the chunks' tokens entered, logits (B, V) float32 of the
+      last token of each row, and the final hidden states (T, E). The latter are for
+      ``prompt_logprobs``; they are there anyway, and a variant without them would be a second
+      program for every bucket.
     """
     # Behind a barrier: else XLA wraps each layer's attention in a fusion that slices the plan.
     fields = lax.optimization_barrier(unpack(plan, forward_fields(spec)))
@@ -110,30 +110,29 @@ def _forward(
     axis: str | None,
 ) -> tuple[Cache, Array, Array, Array]:
     shared = SharedTiles(*(fields[name] for name in SHARED_FIELDS)) if spec.shared_tiles else None
-    rows = Rows(fields["block_tables"], fields["context_lens"], fields["query_start"], shared)
+    chunks = None
+    if spec.num_tokens is not None:
+        chunks = Chunks(fields["query_start"], fields["num_decode"])
+    rows = Rows(fields["block_tables"], fields["context_lens"], chunks, shared)
     block_size = cache[0].shape[3]
-    where = locate_tokens(rows, spec.num_decode, spec.num_prefill, block_size)
-    slots = fields["slots"]
+    where = locate_tokens(rows, spec.num_tokens or spec.num_rows, block_size)
 
-    decode_ids = tokens[slots[: spec.num_decode], where.position[: spec.num_decode]]
-    ids = jnp.concatenate([decode_ids, fields["prefill_tokens"]])
-    if spec.num_prefill:
+    entry = fields["slots"][where.row]
+    ids = tokens[entry, where.position]
+    if chunks is not None:
+        ids = jnp.where(jnp.arange(len(ids)) < chunks.num_decode, ids, fields["tokens"])
         # Read before the table is written: else XLA writes into a copy of all of it.
         ids, tokens = lax.optimization_barrier((ids, tokens))
-        prefill = slice(spec.num_decode, None)
-        real = where.slot[prefill] >= block_size  # padding tokens are in the scratch block
-        entry = jnp.where(real, slots[where.row[prefill]], tokens.shape[0] - 1)
-        tokens = tokens.at[entry, where.position[prefill]].set(fields["prefill_tokens"])
+        real = where.slot >= block_size  # padding tokens are in the scratch block
+        entry = jnp.where(real, entry, tokens.shape[0] - 1)
+        tokens = tokens.at[entry, where.position].set(ids)
 
     config = params.config
     _, heads, wide, dim = params.layers[0].wqkv.shape  # (E, K, G + 2, D)
     queries = (len(ids), heads, wide - 2, dim)
 
     windows = {config.window(index) for index in range(config.num_layers)}
-    cuts = {
-        window: cut_rows(queries, cache[0].dtype, rows, spec.num_decode, window)
-        for window in windows
-    }
+    cuts = {window: cut_rows(queries, cache[0].dtype, rows, window) for window in windows}
 
     def attend(
         window: int | None, layer: Layer, qkv: Array, rope: Rope, kv: Array
@@ -152,11 +151,10 @@ def _forward(
         )
 
     hidden, cache = run_model(params, ids, where.position, attend, cache, axis, serving_ops())
-    last = jnp.arange(spec.num_decode)
-    if spec.num_prefill:
-        ends = spec.num_decode + rows.query_start[1:] - 1
-        last = jnp.concatenate([last, jnp.maximum(ends, 0)])
-    return cache, tokens, head(params, hidden[last], axis), hidden[spec.num_decode :]
+    last = hidden
+    if chunks is not None:
+        last = hidden[jnp.maximum(chunks.query_start[1:] - 1, 0)]
+    return cache, tokens, head(params, last, axis), hidden
 
 
 @program(takes=(CACHE, WHOLE), gives=CACHE)
@@ -299,7 +297,7 @@ def mask_logits(logits: Array, masks: Array, *, axis: str | None = None) -> Arra
 
 
 class PromptScores(NamedTuple):
-    """``token_logprobs`` of the T prefill tokens of a step, each of the token that follows it."""
+    """``token_logprobs`` at the T tokens of a step, each of the token that follows it."""
 
     logprobs: Array  # (T,) float32
     top_ids: Array  # (T, n) int32

@@ -43,8 +43,8 @@ def warm_up(
     repeated = _repeated(runner, specs, samplers)
     _compile(runner, specs, samplers, repeated, progress=progress)
     if everything:
-        for num_prefill in sorted({spec.num_prefill for spec in specs} - {0}):
-            _score_prompts(runner, num_prefill)
+        for num_tokens in sorted({spec.num_tokens for spec in specs if spec.num_tokens}):
+            _score_prompts(runner, num_tokens)
     rows_done: set[int] = set()
     for spec in specs:
         rows_are_new = spec.num_rows not in rows_done
@@ -130,10 +130,10 @@ def _run(runner: Runner, padding: Plan, *, masked: bool = False) -> None:
     runner.collect(runner.sample(padding, runner.forward(padding), masks))
 
 
-def _score_prompts(runner: Runner, num_prefill: int) -> None:
-    """What ``prompt_logprobs`` needs for steps of this prefill size."""
-    r, shape = runner, (num_prefill, runner.params.config.hidden_size)
-    targets = np.zeros(num_prefill, np.int32)
+def _score_prompts(runner: Runner, num_tokens: int) -> None:
+    """What ``prompt_logprobs`` needs for steps of so many tokens."""
+    r, shape = runner, (num_tokens, runner.params.config.hidden_size)
+    targets = np.zeros(num_tokens, np.int32)
     with r.running():
         # Committed to the devices, as a step gives it: for another it would be compiled again.
         hidden = jnp.zeros(shape, r.params.dtype, device=r.whole)

@@ -6,11 +6,13 @@ reads it.
 
 A step holds B rows (requests) of two kinds, in this order, over one flat array of T tokens:
 
-    tokens   d0 d1 d2 | p0 p0 p0 p0 p1 p1 .        d: decode rows, one token each
-    rows      0  1  2 |  3           4             p: prefill rows, query_start = [0, 4, 6]
-                                                   .: padding
+    tokens   d0 d1 d2 p0 p0 p0 p0 p1 p1 .         d: decode rows, one token each
+    rows      0  1  2  3           4       5      p: rows with a chunk of their prompt
+    query_start = [0, 1, 2, 3, 7, 9, 9]           .: padding tokens and rows, at the end
+    num_decode = 3
 
-so ``num_decode`` (3) is static, and only the prefill rows need ``query_start``.
+Both numbers are data: one compiled step serves every mixture. A step of decode rows alone has
+neither; there each row, padding included, has one token.
 """
 
 from __future__ import annotations
@@ -33,21 +35,32 @@ QUERY_TILE = 64  # prefill tokens that share one gather of their row's keys and 
 CONTEXT_TILE = 64  # context tokens per step of the online softmax
 
 
+class Chunks(NamedTuple):
+    """Where the tokens of a mixed step's rows are. All int32.
+
+    Attributes:
+      query_start: (B + 1,) first token of each row, and the end of the last.
+      num_decode: (1,) rows, and so tokens, before the first chunk.
+    """
+
+    query_start: Array
+    num_decode: Array
+
+
 class Rows(NamedTuple):
     """What the attention op knows of a step's rows. All int32.
 
     Attributes:
       block_tables: (B, P) block ids of each row, in order of position.
       context_lens: (B,) tokens of each row once this step is written; 0 marks a padding row.
-      query_start: (Bp + 1,) first prefill token of each prefill row, counted from the first
-        prefill token; the last entry is the number of prefill tokens.
+      chunks: None in a step of decode rows alone.
       shared: decode rows that share the start of their contexts, where it pays to read that once;
         a hint, which plain XLA ignores.
     """
 
     block_tables: Array
     context_lens: Array
-    query_start: Array
+    chunks: Chunks | None = None
     shared: SharedTiles | None = None
 
 
@@ -60,25 +73,20 @@ class Tokens(NamedTuple):
     slot: Array  # block * S + offset
 
 
-def locate_tokens(rows: Rows, num_decode: int, num_prefill: int, block_size: int) -> Tokens:
+def locate_tokens(rows: Rows, num_tokens: int, block_size: int) -> Tokens:
     """Derives every token's row, position and cache slot from the lengths of the rows.
 
-    A decode token is the last of its row's context; prefill tokens of a row end at it. Deriving
-    this on the device keeps the host's plan at a few numbers per row.
+    The tokens of a row are the last of its context. Deriving this on the device keeps the host's
+    plan at a few numbers per row.
     """
-    decode_row = jnp.arange(num_decode, dtype=jnp.int32)
-    decode_position = rows.context_lens[:num_decode] - 1
-    token = jnp.arange(num_prefill, dtype=jnp.int32)
-    if num_prefill:
-        ends = rows.query_start[1:]
-        index = jnp.minimum(owner(ends, token), len(ends) - 1)  # padding: past every row
-        prefill_row = num_decode + index
-        prefill_position = rows.context_lens[prefill_row] - ends[index] + token
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    if rows.chunks is None:
+        row, position = token, rows.context_lens - 1
     else:
-        prefill_row = prefill_position = token
-    row = jnp.concatenate([decode_row, prefill_row])
-    position = jnp.concatenate([decode_position, prefill_position])
-    real = jnp.concatenate([decode_position >= 0, token < rows.query_start[-1]])
+        ends = rows.chunks.query_start[1:]
+        row = jnp.minimum(owner(ends, token), len(ends) - 1)  # padding: past every row
+        position = jnp.where(token < ends[-1], rows.context_lens[row] - ends[row] + token, -1)
+    real = position >= 0
     position = jnp.where(real, position, 0)
     block = rows.block_tables[row, position // block_size]
     slot = jnp.where(real, block * block_size + position % block_size, 0)
@@ -113,39 +121,30 @@ class Tiled(NamedTuple):
 
 
 class TiledRows(NamedTuple):
-    """How the reference cuts a step's decode rows and chunks; None where there are none."""
+    """How the reference cuts a step's decode rows and chunks; without the latter None."""
 
-    decode: Tiled | None
+    decode: Tiled
     prefill: Tiled | None
 
 
-def cut_rows(
-    shape: tuple[int, ...], dtype: Any, rows: Rows, num_decode: int, window: int | None
-) -> Any:
+def cut_rows(shape: tuple[int, ...], dtype: Any, rows: Rows, window: int | None) -> Any:
     """How ``attend`` cuts the queries (T, K, G, D) of a step: ``TiledRows``, or for the kernels
     their ``Cuts``. The same for all layers of one window, so it is worked out once."""
-    num_prefill = shape[0] - num_decode
-    decode_lens, prefill_lens = rows.context_lens[:num_decode], rows.context_lens[num_decode:]
-    decode: Any = None
-    prefill: Any = None
+    lens, chunks, first = rows.context_lens, None, None
+    if rows.chunks is not None:
+        query_start, first = rows.chunks
+        lens = jnp.where(jnp.arange(len(lens)) < first, lens, 0)
+        chunks = jnp.maximum(query_start, first), rows.context_lens  # decode rows: empty chunks
     if triton_call.available():
         from jllm.kernels.attention import Cuts
         from jllm.kernels.decode import cut_decode
         from jllm.kernels.prefill import cut_prefill
 
-        if num_decode:
-            decode = cut_decode(
-                (num_decode, *shape[1:]), dtype, decode_lens, window, shared_tiles=rows.shared
-            )
-        if num_prefill:
-            chunks = rows.query_start, prefill_lens
-            prefill = cut_prefill((num_prefill, *shape[1:]), dtype, *chunks, window)
-        return Cuts(decode, prefill)
-    if num_decode:
-        decode = Tiled(decode_tiles(decode_lens), 1)
-    if num_prefill:
-        prefill = tiled_chunks(rows.query_start, prefill_lens, num_prefill)
-    return TiledRows(decode, prefill)
+        decode = cut_decode((len(lens), *shape[1:]), dtype, lens, window, shared_tiles=rows.shared)
+        prefill = None if chunks is None else cut_prefill(shape, dtype, *chunks, window)
+        return Cuts(decode, prefill, first)
+    one_each = Tiled(decode_tiles(lens), 1)
+    return TiledRows(one_each, None if chunks is None else tiled_chunks(*chunks, shape[0]))
 
 
 def attend(
@@ -166,7 +165,7 @@ def attend(
     XLA elsewhere.
 
     Args:
-      qkv: (P, T, K, G + 2, D) parts of the projection, decode rows first.
+      qkv: (P, T, K, G + 2, D) parts of the projection.
       norms: weights (D,) of q's and of k's RMSNorm, or None.
       rope: cos and sin (T, D / 2), float32.
       slots: (T,) int32 cache slots of the tokens.
@@ -188,14 +187,12 @@ def attend(
         return kernels.attend(*given, window=window, scale=scale, eps=eps)
     q, k, v = rotated(qkv, norms, rope, eps)
     kv = write_kv(kv, k, v, slots)
-    num_decode = 0 if cuts.decode is None else len(cuts.decode.tiles.row)
     options: dict[str, Any] = dict(window=window, scale=scale)
-    out = []
-    if cuts.decode is not None:
-        out.append(attend_tiles(q[:num_decode], kv, tables[:num_decode], cuts.decode, **options))
-    if cuts.prefill is not None:
-        out.append(attend_tiles(q[num_decode:], kv, tables[num_decode:], cuts.prefill, **options))
-    return jnp.concatenate(out), kv
+    out = jnp.zeros_like(q)
+    for tiled in cuts:
+        if tiled is not None:
+            out = attend_tiles(q, kv, tables, tiled, out, **options)
+    return out, kv
 
 
 def tiled_chunks(query_start: Array, context_lens: Array, num_tokens: int) -> Tiled:
@@ -209,13 +206,14 @@ def attend_tiles(
     kv: Array,
     tables: Array,
     cut: Tiled,
+    out: Array,
     *,
     window: int | None,
     scale: float,
 ) -> Array:
-    """Causal attention of tiles over the cached context; what no tile covers is 0.
+    """``out`` (T, K, G, D) with the causal attention of tiles over the cached context filled in.
 
-    q (T, K, G, D), kv (N, 2, K, S, D), tables (B, P) -> (T, K, G, D).
+    q (T, K, G, D), kv (N, 2, K, S, D), tables (B, P).
     """
     tiles, size = cut
     offset = jnp.arange(size)
@@ -223,9 +221,9 @@ def attend_tiles(
     real = offset < tiles.length[:, None]
     position = jnp.where(real, tiles.position[:, None] + offset, -1)
     queries = q[jnp.minimum(token, len(q) - 1)]  # (M, Q, K, G, D)
-    out = _online_softmax(queries, kv, tables[tiles.row], position, window, scale)
+    found = _online_softmax(queries, kv, tables[tiles.row], position, window, scale)
     token = jnp.where(real, token, len(q))  # past the end: dropped
-    return jnp.zeros_like(q).at[token].set(out, mode="drop")
+    return out.at[token].set(found, mode="drop")
 
 
 def _online_softmax(

@@ -74,11 +74,13 @@ def test_prefill(tokens: int, dim: int, dtype: str) -> None:
     q, kv, tables, lens = inputs(4, dim, dtype)
     q = spec(tokens, *q.shape[1:], dtype=dtype)
 
-    def op(q: Any, kv: Any, tables: Any, starts: Any, lens: Any) -> Any:
+    def op(q: Any, kv: Any, tables: Any, starts: Any, lens: Any, out: Any) -> Any:
         cut = cut_prefill(q.shape, q.dtype, starts, lens, None)
-        return attend_chunks(q, kv, tables, cut, None, window=None, scale=dim**-0.5)
+        return attend_chunks(q, kv, tables, cut, out, window=None, scale=dim**-0.5)
 
-    compile_for_h200(jax.jit(op), q, kv, tables, spec(5), lens)
+    op = jax.jit(op, donate_argnums=5)
+    memory = compile_for_h200(op, q, kv, tables, spec(5), lens, q).memory_analysis()
+    assert memory.alias_size_in_bytes == math.prod(q.shape) * q.dtype.itemsize
 
 
 @pytest.mark.parametrize("vocab", [128_256, 50_257])

@@ -56,7 +56,7 @@ def test_a_layer_of_a_decode_step_is_seven_kernels(
 ) -> None:
     monkeypatch.setattr(triton_call, "available", lambda: True)
     model = jllm.ModelConfig.preset(preset)
-    sizes = StepSpec(num_decode=rows, num_prefill=0, prefill_rows=0, table_width=256)
+    sizes = StepSpec(num_rows=rows, table_width=256)
     compiled = compiled_step(model, sizes)
     ops = entry_ops(compiled)
     # norm, qkv, attention, o, norm, gate and up, down
@@ -71,7 +71,7 @@ def test_a_layer_of_a_decode_step_is_seven_kernels(
 
 def test_a_layer_of_a_mixed_step_is_ten_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_call, "available", lambda: True)
-    sizes = StepSpec(num_decode=64, num_prefill=2048, prefill_rows=16, table_width=256)
+    sizes = StepSpec(num_rows=64, table_width=256, num_tokens=2048)
     preset = jllm.ModelConfig.preset("llama-3.1-8b")
     two, three = (
         entry_ops(compiled_step(dataclasses.replace(preset, num_layers=layers), sizes))
@@ -85,7 +85,7 @@ def test_a_layer_of_a_mixed_step_is_ten_kernels(monkeypatch: pytest.MonkeyPatch)
 def test_repeated_decode_steps_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_call, "available", lambda: True)
     model = jllm.ModelConfig.preset("qwen3-0.6b")
-    sizes = StepSpec(num_decode=16, num_prefill=0, prefill_rows=0, table_width=256)
+    sizes = StepSpec(num_rows=16, table_width=256)
     layer = spec((NUM_BLOCKS, 2, model.num_kv_heads, 16, model.head_dim), jnp.bfloat16)
     compiled = compile_for_h200(
         step.decode,

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.aot
 TP, NUM_BLOCKS, SLOTS, LENGTH = 8, 100_000, 257, 4096
 MODEL = jllm.ModelConfig.preset("llama-3.1-70b")
 SPECS = {
-    "decode": StepSpec(num_decode=64, num_prefill=0, prefill_rows=0, table_width=256),
-    "mixed": StepSpec(num_decode=64, num_prefill=2048, prefill_rows=16, table_width=256),
+    "decode": StepSpec(num_rows=64, table_width=256),
+    "mixed": StepSpec(num_rows=64, table_width=256, num_tokens=2048),
 }
 ENGINE = jllm.EngineConfig(
     max_num_seqs=SLOTS - 1, max_model_len=LENGTH, num_kv_blocks=NUM_BLOCKS - 1
@@ -81,7 +81,7 @@ def test_a_forward_pass_of_70b_sums_twice_per_layer_and_copies_nothing(spec: Ste
 
 def spec_elements(spec: StepSpec) -> int:
     """Larger than any activation of a step on one device."""
-    tokens = spec.num_decode + spec.num_prefill
+    tokens = spec.num_tokens or spec.num_rows
     return tokens * max(MODEL.hidden_size, 2 * MODEL.intermediate_size // TP) + 1
 
 

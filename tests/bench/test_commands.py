@@ -230,7 +230,7 @@ def test_startup_is_measured_cold_and_warm(tmp_path: Path) -> None:
         parts = [found.rows[f"startup{infix}_{p}_s"].value for p in ("weights", "buckets")]
         assert found.rows[f"startup{infix}_s"].value > sum(parts)
         assert found.rows[f"startup{infix}_peak_host_gib"].value > 0.05
-        # Decode of 2, prefill of 16 with and without it; two samplers' sizes and what enters rows.
+        # A decode step of 2 rows, mixed ones of 16 and 18 tokens; the sampler and what enters rows.
         detail = found.rows[f"startup{infix}_s"].detail
         assert detail["buckets"] == 3 <= detail["programs"]
     cold, warm = (found.settings["starts"][kind] for kind in ("cold", "warm"))

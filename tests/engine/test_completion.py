@@ -155,7 +155,7 @@ def test_a_whole_engine_streams_what_it_would_return_at_once() -> None:
     stops = ["e", "th", "\ufffd"]
     config = jllm.EngineConfig(
         max_num_seqs=8, max_model_len=128, num_kv_blocks=64, decode_buckets=(8,),
-        prefill_buckets=(32,), max_prefill_seqs=8,
+        prefill_buckets=(32,),
     )  # fmt: skip
     with jllm.Engine(babbler(), config) as e:
         requests = [

@@ -61,7 +61,6 @@ def outputs_of(prompts: list[list[int]], count: int = 12, **options: object) -> 
         pytest.param(
             {"prefill_buckets": (1,), "decode_buckets": (8,), "max_num_seqs": 8}, id="chunks of 1"
         ),
-        pytest.param({**WIDE, "max_prefill_seqs": 1}, id="one prompt a step"),
         pytest.param(WIDE, id="widest buckets"),
         pytest.param({**WIDE, "block_size": 32}, id="blocks of 32"),
         pytest.param({**WIDE, "num_kv_blocks": 26}, id="pool that forces preemption"),

@@ -43,7 +43,7 @@ def check(output: jllm.RequestOutput, count: int) -> None:
 
 def engine(**options: Any) -> jllm.Engine:
     defaults = dict(max_num_seqs=4, num_kv_blocks=64, max_model_len=128, decode_buckets=(4,))
-    defaults |= dict(prefill_buckets=(32,), max_prefill_seqs=4)
+    defaults |= dict(prefill_buckets=(32,))
     return jllm.Engine(tiny_model(), jllm.EngineConfig(**{**defaults, **options}))
 
 

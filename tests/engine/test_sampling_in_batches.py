@@ -37,7 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def engine(**options: Any) -> jllm.Engine:
     defaults = dict(max_num_seqs=8, num_kv_blocks=64, max_model_len=128, decode_buckets=(8,))
-    defaults |= dict(prefill_buckets=(64,), max_prefill_seqs=4)
+    defaults |= dict(prefill_buckets=(64,))
     return jllm.Engine(tiny_model(), jllm.EngineConfig(**{**defaults, **options}))
 
 
@@ -147,7 +147,7 @@ def test_a_logits_processor_sees_the_prompt_and_the_output_and_then_minus_one() 
 
 
 def test_nothing_compiles_after_warm_up_whatever_is_asked() -> None:
-    sizes = dict(max_num_seqs=2, decode_buckets=(2,), prefill_buckets=(16,), max_prefill_seqs=2)
+    sizes = dict(max_num_seqs=2, decode_buckets=(2,), prefill_buckets=(16,))
     with engine(**sizes, prefix_cache="radix") as e:
         e.warm_up()
         compiled = e.stats().num_compiles

@@ -31,7 +31,7 @@ EOS = 2  # the tiny model's
 def engine(tokenizer: Tokenizer = TOKENIZER, **options: Any) -> jllm.Engine:
     """Few sizes, so that few programs serve all tests of this file."""
     sizes = dict(max_num_seqs=4, num_kv_blocks=64, max_model_len=128)
-    buckets = dict(decode_buckets=(4,), prefill_buckets=(32,), max_prefill_seqs=4)
+    buckets = dict(decode_buckets=(4,), prefill_buckets=(32,))
     params = dataclasses.replace(tiny_model(), tokenizer=tokenizer)
     return jllm.Engine(params, jllm.EngineConfig(**{**sizes, **buckets, **options}))
 

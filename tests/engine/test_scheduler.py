@@ -43,7 +43,6 @@ class Load:
         num_blocks: int = 8,
         max_num_seqs: int = 4,
         budget: int = 8,
-        max_prefill_seqs: int = 3,
         swap_blocks: int = 6,
     ) -> None:
         self.num_blocks = num_blocks
@@ -58,7 +57,6 @@ class Load:
             block_size=BLOCK,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            max_prefill_seqs=max_prefill_seqs,
             max_prefill_tokens=budget,
             table_width=num_blocks,
         )
@@ -173,7 +171,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         num_blocks=st.integers(3, 12),
         budget=st.integers(4, 9),
-        prefill_seqs=st.integers(1, 3),
         swap_blocks=st.integers(0, 8),
     )
     def start(
@@ -183,7 +180,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         num_blocks: int,
         budget: int,
-        prefill_seqs: int,
         swap_blocks: int,
     ) -> None:
         self.load = Load(
@@ -192,7 +188,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy,
             num_blocks=num_blocks,
             budget=budget,
-            max_prefill_seqs=prefill_seqs,
             swap_blocks=swap_blocks,
         )
 

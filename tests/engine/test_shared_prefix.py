@@ -81,7 +81,6 @@ def test_requests_of_one_prompt_give_the_tokens_that_they_give_alone(
     for shared in (True, False):
         config = jllm.EngineConfig(
             max_num_seqs=64,
-            max_prefill_seqs=64,
             decode_buckets=(64,),
             shared_attention=shared,
             max_model_len=256,

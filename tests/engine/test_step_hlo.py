@@ -12,8 +12,8 @@ from jllm.engine import step
 from jllm.engine.batch import StepSpec, forward_fields, pack
 
 SPECS = {
-    "decode": StepSpec(num_decode=8, num_prefill=0, prefill_rows=0, table_width=16),
-    "mixed": StepSpec(num_decode=8, num_prefill=64, prefill_rows=4, table_width=16),
+    "decode": StepSpec(num_rows=8, table_width=16),
+    "mixed": StepSpec(num_rows=8, table_width=16, num_tokens=64),
 }
 
 

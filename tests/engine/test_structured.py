@@ -34,7 +34,7 @@ SCHEMA = {
     "required": ["name", "age", "more"],
     "additionalProperties": False,
 }
-SIZES = dict(max_num_seqs=8, num_kv_blocks=128, max_model_len=512, max_prefill_seqs=4)
+SIZES = dict(max_num_seqs=8, num_kv_blocks=128, max_model_len=512)
 BUCKETS = dict(decode_buckets=(8,), prefill_buckets=(32,))
 BYTES = byte_level_tokenizer()
 WORDS = ["he", "hell", "she sells", "a/b\n"]
@@ -330,7 +330,7 @@ def test_a_grammar_that_meets_a_limit_aborts_its_request_alone() -> None:
 
 
 def test_nothing_compiles_after_warm_up() -> None:
-    sizes = dict(max_num_seqs=2, num_kv_blocks=64, max_model_len=128, max_prefill_seqs=2)
+    sizes = dict(max_num_seqs=2, num_kv_blocks=64, max_model_len=128)
     config = jllm.EngineConfig(**sizes, decode_buckets=(2,), prefill_buckets=(16,))
     with jllm.Engine(model(), config) as e:
         e.warm_up()

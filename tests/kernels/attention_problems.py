@@ -121,29 +121,31 @@ def prefilled(
     decode_rows: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """What the prefill kernel gives for the queries of ``chunks``, and the reference in float32.
-    With ``decode_rows`` it writes behind theirs, which it must leave alone."""
+    ``decode_rows`` queries before them are none of its business: it must leave theirs alone."""
     q, kv, tables = problem
-    starts, context = jnp.asarray([0, *np.cumsum(chunks)], jnp.int32), jnp.asarray(lens, jnp.int32)
+    q = jnp.concatenate([jnp.full((decode_rows, *q.shape[1:]), jnp.nan, q.dtype), q])
+    starts = jnp.asarray(decode_rows + np.cumsum([0, *chunks]), jnp.int32)
+    context = jnp.asarray(lens, jnp.int32)
     scale = q.shape[-1] ** -0.5
-    before = jnp.full((decode_rows + len(q), *q.shape[1:]), 7.0, q.dtype) if decode_rows else None
 
     @jax.jit
-    def run(q: jax.Array, kv: jax.Array, before: jax.Array | None) -> jax.Array:
+    def run(q: jax.Array, kv: jax.Array, out: jax.Array) -> jax.Array:
         cut = cut_prefill(q.shape, q.dtype, starts, context, window, launch)
-        return attend_chunks(q, kv, tables, cut, before, window=window, scale=scale)
+        return attend_chunks(q, kv, tables, cut, out, window=window, scale=scale)
 
-    out = run(q, kv, before)
+    out = run(q, kv, jnp.full(q.shape, 7.0, q.dtype))
     assert (out[:decode_rows] == 7).all()
     tiled = tiled_chunks(starts, context, len(q))
     exact = _exact(q, kv, tables, tiled, window=window, scale=scale)
-    return out[decode_rows:][: sum(chunks)], exact[: sum(chunks)]
+    own = slice(decode_rows, decode_rows + sum(chunks))
+    return out[own], exact[own]
 
 
 @functools.partial(jax.jit, static_argnames=("window", "scale"))
 def _reference(
     q: jax.Array, kv: jax.Array, tables: jax.Array, tiles: Any, size: jax.Array, **options: Any
 ) -> jax.Array:
-    return attend_tiles(q, kv, tables, Tiled(tiles, size.shape[0]), **options)
+    return attend_tiles(q, kv, tables, Tiled(tiles, size.shape[0]), jnp.zeros_like(q), **options)
 
 
 def _exact(q: jax.Array, kv: jax.Array, tables: jax.Array, tiled: Tiled, **options: Any) -> Any:

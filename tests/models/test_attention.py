@@ -9,6 +9,7 @@ import pytest
 from jllm.models.attention import (
     CONTEXT_TILE,
     QUERY_TILE,
+    Chunks,
     Rows,
     attend,
     cut_rows,
@@ -48,8 +49,8 @@ def test_mixed_batches_equal_plain_attention(
     decode: list[int], prefill: list[tuple[int, int]], window: int | None
 ) -> None:
     """``decode`` are context lengths; ``prefill`` (query length, context length), so that chunks
-    that start at 0 and in mid-context, shorter and longer than a tile, all occur; one padding row
-    of each kind and padding tokens are added."""
+    that start at 0 and in mid-context, shorter and longer than a tile, all occur; a padding row
+    and, behind chunks, padding tokens are added."""
     rng = np.random.default_rng(0)
     contexts = [*decode, *(context for _, context in prefill)]
     width = max(-(-c // BLOCK) for c in contexts) + 1
@@ -65,31 +66,24 @@ def test_mixed_batches_equal_plain_attention(
 
     queries = [1] * len(decode) + [q for q, _ in prefill]
     parts = [rng.normal(size=(n, HEADS, GROUP, DIM)).astype(np.float32) for n in queries]
-    split, padding = len(decode), np.zeros((1, HEADS, GROUP, DIM), np.float32)
-    num_decode = split + 1 if decode else 0  # a padding decode row
-    flat = [*parts[:split], *([padding] if decode else []), *parts[split:]]
-    tables = [*order[:split], *([0 * order[0]] if decode else []), *order[split:]]
-    lens = [*contexts[:split], *([0] if decode else []), *contexts[split:]]
-    starts = np.concatenate([[0], np.cumsum(queries[split:])])
-    if prefill:  # a padding row and three padding tokens
-        flat += [padding] * 3
-        tables.append(0 * order[0])
-        lens.append(0)
-        starts = np.append(starts, starts[-1])
+    # A step of decode rows has a token for each row, padding too.
+    padding = np.zeros((3 if prefill else 1, HEADS, GROUP, DIM), np.float32)
+    starts = np.cumsum([0, *queries, 0])
+    chunks = Chunks(jnp.asarray(starts, jnp.int32), jnp.asarray([len(decode)], jnp.int32))
     rows = Rows(
-        jnp.asarray(np.array(tables), jnp.int32),
-        jnp.asarray(lens, jnp.int32),
-        jnp.asarray(starts, jnp.int32),
+        jnp.asarray([*order, 0 * order[0]], jnp.int32),
+        jnp.asarray([*contexts, 0], jnp.int32),
+        chunks if prefill else None,
     )
-    q = np.concatenate(flat)
+    q = np.concatenate([*parts, padding])
     # The new keys and values come with the projection: the cache does not have them yet.
-    where = locate_tokens(rows, num_decode, len(q) - num_decode, BLOCK)
+    where = locate_tokens(rows, len(q), BLOCK)
     block, offset = np.divmod(np.asarray(where.slot), BLOCK)
     new = kv[block, :, :, offset]  # (T, 2, K, D)
     kv[block, :, :, offset] = np.nan
     qkv = np.concatenate([q, np.moveaxis(new, 1, 2)], axis=2)  # (T, K, G + 2, D)
     no_turn = jnp.ones((len(q), DIM // 2)), jnp.zeros((len(q), DIM // 2))
-    cuts = cut_rows(q.shape, jnp.float32, rows, num_decode, window)
+    cuts = cut_rows(q.shape, jnp.float32, rows, window)
     out, _ = attend(
         jnp.asarray(qkv)[None],
         None,
@@ -104,25 +98,22 @@ def test_mixed_batches_equal_plain_attention(
     )
     out = np.asarray(out)
     assert np.isfinite(out).all()
-    at = 0
-    for index, (part, k, v) in enumerate(zip(parts, ks, vs, strict=True)):
-        at = num_decode if index == split else at
+    for at, part, k, v in zip(starts, parts, ks, vs, strict=False):
         expected = reference(part, k, v, window)
         np.testing.assert_allclose(out[at : at + len(part)], expected, atol=2e-5)
-        at += len(part)
 
 
 def test_tokens_are_located_from_row_lengths_alone() -> None:
     rows = Rows(
-        block_tables=jnp.asarray([[5, 6], [0, 0], [7, 8], [9, 3]], jnp.int32),
-        context_lens=jnp.asarray([10, 0, 12, 3], jnp.int32),
-        query_start=jnp.asarray([0, 4, 7], jnp.int32),
+        block_tables=jnp.asarray([[5, 6], [7, 8], [9, 3], [0, 0]], jnp.int32),
+        context_lens=jnp.asarray([10, 12, 3, 0], jnp.int32),
+        chunks=Chunks(jnp.asarray([0, 1, 5, 8, 8], jnp.int32), jnp.asarray([1], jnp.int32)),
     )
-    where = locate_tokens(rows, num_decode=2, num_prefill=8, block_size=BLOCK)
-    #                              decode  .  last 4 of 12       3 of 3   .
-    assert where.position.tolist() == [9, 0, 8, 9, 10, 11, 0, 1, 2, 0]
-    assert where.slot.tolist() == [49, 0, 64, 65, 66, 67, 72, 73, 74, 0]
-    assert where.row.tolist()[:9] == [0, 1, 2, 2, 2, 2, 3, 3, 3]
+    where = locate_tokens(rows, num_tokens=10, block_size=BLOCK)
+    #                              decode  last 4 of 12   3 of 3  padding
+    assert where.position.tolist() == [9, 8, 9, 10, 11, 0, 1, 2, 0, 0]
+    assert where.slot.tolist() == [49, 64, 65, 66, 67, 72, 73, 74, 0, 0]
+    assert where.row.tolist()[:8] == [0, 1, 1, 1, 1, 2, 2, 2]
 
 
 def test_prefill_rows_are_cut_into_tiles_and_padding_tiles_are_empty() -> None:

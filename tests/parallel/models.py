@@ -45,7 +45,6 @@ CONFIG: dict[str, Any] = dict(
     num_kv_blocks=32,
     decode_buckets=(4,),
     prefill_buckets=(32,),
-    max_prefill_seqs=4,
 )
 
 

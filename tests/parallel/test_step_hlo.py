@@ -22,8 +22,8 @@ from tests.parallel.models import MODELS, split
 
 TP, ROWS, SLOTS, LENGTH = 8, 8, 9, 256
 SPECS = {
-    "decode": StepSpec(num_decode=8, num_prefill=0, prefill_rows=0, table_width=16),
-    "mixed": StepSpec(num_decode=8, num_prefill=64, prefill_rows=4, table_width=16),
+    "decode": StepSpec(num_rows=8, table_width=16),
+    "mixed": StepSpec(num_rows=8, table_width=16, num_tokens=64),
 }
 
 

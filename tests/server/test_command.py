@@ -167,7 +167,6 @@ def test_every_field_of_the_engines_config_has_a_flag() -> None:
         gpu_memory_utilization=0.5,
         decode_buckets=(1, 3),
         prefill_buckets=(16, 64),
-        max_prefill_seqs=2,
         prefix_cache="naive",
         preemption="swap",
         swap_space_gib=1.5,

@@ -183,7 +183,7 @@ def test_a_model_without_a_tokenizer_takes_ids_alone() -> None:
 def test_nothing_compiles_once_the_server_is_ready() -> None:
     # The sizes of the engines that are warmed up in tests/engine: their programs serve here too.
     sizes = dict(max_num_seqs=2, max_num_batched_tokens=None, num_kv_blocks=64, max_model_len=128)
-    engine = make_engine(**sizes, decode_buckets=(2,), prefill_buckets=(16,), max_prefill_seqs=2)
+    engine = make_engine(**sizes, decode_buckets=(2,), prefill_buckets=(16,))
     with TestClient(make_app(Served(engine, ServerOptions()))) as asking:
         wait_until(lambda: asking.get("/health").status_code == 200, 300)
         sampled = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1, "seed": 1}

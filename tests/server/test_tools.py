@@ -159,7 +159,7 @@ def engine() -> jllm.Engine:
     tokenizer = byte_level_tokenizer()
     params = dataclasses.replace(tiny_model(), tokenizer=tokenizer)
     config = dataclasses.replace(params.config, eos_token_ids=(tokenizer.eos_token_id,))
-    sizes = dict(max_num_seqs=4, num_kv_blocks=128, max_model_len=512, max_prefill_seqs=4)
+    sizes = dict(max_num_seqs=4, num_kv_blocks=128, max_model_len=512)
     return jllm.Engine(
         dataclasses.replace(params, config=config),
         jllm.EngineConfig(**sizes, decode_buckets=(4,), prefill_buckets=(16,)),

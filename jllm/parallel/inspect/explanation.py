@@ -184,8 +184,8 @@ def explain(
         )
 
     buckets = Buckets.of(resolved)
-    most = buckets.prefill[-1]
-    prompts = max(1, min(most // context, buckets.prefill_rows))
+    most = resolved.prefill_buckets[-1]
+    prompts = max(1, min(most // context, buckets.decode[-1]))
     return Explanation(
         config=config,
         engine_config=resolved,
@@ -195,8 +195,8 @@ def explain(
         compiled_layers=layers,
         memory=memory,
         weights=weights(config, tp),
-        decode=step(batch, 1, buckets.spec(batch, 0)),
-        prefill=step(prompts, min(context, most), buckets.spec(0, most)),
+        decode=step(batch, 1, buckets.decode_spec(batch)),
+        prefill=step(prompts, min(context, most), buckets.mixed_spec(most)),
     )
 
 
