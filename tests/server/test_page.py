@@ -53,9 +53,13 @@ def ask(page: Any, prompt: str, **options: Any) -> None:
     page.press("#prompt", "Enter")
 
 
-def answer(page: Any) -> str:
-    """The last answer, whole."""
+def wait_for_the_end(page: Any) -> None:
     page.wait_for_selector("#send:visible")
+
+
+def answer(page: Any) -> str:
+    """The last answer, whole; ask so that there is one (a sampled answer may be empty)."""
+    wait_for_the_end(page)
     text: str = page.locator("#messages li").last.inner_text()
     return text
 
@@ -64,7 +68,7 @@ def sent(page: Any, prompt: str, **options: Any) -> dict[str, Any]:
     """The request that a question makes."""
     with page.expect_request("**/v1/chat/completions") as caught:
         ask(page, prompt, **options)
-    answer(page)
+    wait_for_the_end(page)
     body: dict[str, Any] = caught.value.post_data_json
     return body
 
@@ -104,14 +108,14 @@ def test_stop_frees_the_engine(
     page.wait_for_selector("#messages li.streaming")
     wait_until(lambda: live.served.engine.num_open == 1)
     page.click("#stop")
-    page.wait_for_selector("#send:visible")
+    wait_for_the_end(page)
     wait_until(lambda: live.served.engine.num_open == 0)
 
 
 def test_gauges_show_what_the_engine_does(page: Any) -> None:
     page.wait_for_function("document.getElementById('running').textContent === '0'")
-    ask(page, "hi", max_tokens=200)
-    answer(page)
+    ask(page, "hi", max_tokens=200, temperature=0)
+    assert answer(page)
     page.wait_for_function("Number(document.getElementById('rate').textContent) > 0")
     assert page.inner_text("#kv").endswith("%")
 
@@ -137,6 +141,17 @@ def test_an_error_is_shown_in_the_servers_words(page: Any) -> None:
     assert page.input_value("#prompt") == "hi"  # it can be asked again
 
 
+def test_an_empty_answer_is_told(page: Any) -> None:
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body="data: [DONE]\n\n"),
+    )
+    ask(page, "hi")
+    page.wait_for_selector("#error:visible")
+    assert "empty" in page.inner_text("#error")
+    assert page.input_value("#prompt") == "hi"
+
+
 def test_a_key_is_asked_for_and_kept(browser: Any) -> None:
     with Server(make_engine(), replace(OPTIONS, api_key="secret")) as server:
         wait_until(lambda: server.served.engine.state == "ready")
@@ -149,7 +164,7 @@ def test_a_key_is_asked_for_and_kept(browser: Any) -> None:
         page.wait_for_selector("#model option", state="attached")
         page.reload()
         page.wait_for_selector("#model option", state="attached")
-        ask(page, "hi", max_tokens=4)
+        ask(page, "hi", max_tokens=4, temperature=0)
         assert answer(page)
         page.close()
 
@@ -172,7 +187,7 @@ def test_a_model_without_a_chat_template_goes_on_with_text(browser: Any) -> None
         page.wait_for_selector("#model option", state="attached")
         page.wait_for_timeout(300)  # until it knows that there is no template
         with page.expect_request("**/v1/completions") as caught:
-            ask(page, "Once", max_tokens=4)
+            ask(page, "Once", max_tokens=4, temperature=0)
         assert caught.value.post_data_json["prompt"] == "Once"
         assert answer(page)
         page.close()

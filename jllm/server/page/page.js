@@ -90,6 +90,7 @@ async function ask(prompt) {
       answer.textContent = text;
       answer.scrollIntoView({ block: "end" });
     }
+    if (!text) showError(new Error("The model's answer was empty."));
   } catch (error) {
     if (error.name !== "AbortError") showError(error);
   }
